@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Geometry and quantisation map of a nemotron_h checkpoint, read from its two JSON files. Imports no torch."""
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LAYER_LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
+SUPPORTED_LETTERS = "ME*"
+WEIGHT_FORMATS = ("BF16", "FP8", "NVFP4", "W4A16_NVFP4")
+NVFP4_GROUP_SIZE = 16
+
+
+@dataclass(frozen=True)
+class QuantizationMap:
+    """Which module has which weight format; a module that is not named is BF16."""
+
+    formats: Mapping[str, str] = field(default_factory=dict)
+    kv_cache: str | None = None
+    exclude_modules: tuple[str, ...] = ()
+
+    def format_of(self, module: str) -> str:
+        """Return the format of `module` (Hugging Face name without `.weight`): one of `WEIGHT_FORMATS`."""
+        if any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude_modules):
+            return "BF16"
+        return self.formats.get(module, "BF16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A nemotron_h model; field names are Hugging Face's."""
+
+    layer_types: str
+    """One letter a layer: M Mamba-2, * attention, E mixture of experts."""
+    mtp_layer_types: str = ""
+    """Letters of one multi-token-prediction depth; empty without MTP."""
+    num_nextn_predict_layers: int = 0
+    hidden_size: int
+    vocab_size: int
+    norm_eps: float
+    mamba_num_heads: int
+    mamba_head_dim: int
+    n_groups: int
+    ssm_state_size: int
+    conv_kernel: int
+    chunk_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    moe_shared_expert_intermediate_size: int
+    routed_scaling_factor: float
+    moe_latent_size: int | None = None
+    quantization: QuantizationMap = field(default_factory=QuantizationMap)
+
+    @property
+    def mamba_inner_size(self) -> int:
+        """Channels of the scan: heads x head dim. Never `expand * hidden_size`, which differs in released models."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def mamba_sections(self) -> dict[str, int]:
+        """Rows of `in_proj` by section, in order."""
+        states = self.n_groups * self.ssm_state_size
+        inner = self.mamba_inner_size
+        return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.mamba_num_heads}
+
+    @property
+    def conv_sections(self) -> dict[str, int]:
+        """Channels of the convolution by section, in order."""
+        return {name: size for name, size in self.mamba_sections.items() if name in "xBC"}
+
+    @property
+    def expert_input_size(self) -> int:
+        """Width of a routed expert's input: the latent width if there is one."""
+        return self.moe_latent_size or self.hidden_size
+
+
+def load_model_config(folder: str | Path) -> ModelConfig:
+    """Read `config.json` and, if present, `hf_quant_config.json` of a checkpoint folder.
+
+    Raises:
+        ValueError: names every key and layer that is not supported, at once.
+        FileNotFoundError: there is no config.json.
+    """
+    folder = Path(folder)
+    config = json.loads((folder / "config.json").read_text())
+    quant_file = folder / "hf_quant_config.json"
+    quant = json.loads(quant_file.read_text())["quantization"] if quant_file.exists() else None
+    return parse_model_config(config, quant, where=str(folder))
+
+
+def parse_model_config(config: Mapping, quant: Mapping | None, *, where: str = "config.json") -> ModelConfig:
+    """Build a ModelConfig from the two parsed JSON objects; see `load_model_config`."""
+    problems: list[str] = []
+    quant = quant if quant is not None else config.get("quantization_config")
+    layer_types = _layer_letters(config, "layers_block_type", "hybrid_override_pattern", problems)
+    mtp = int(config.get("num_nextn_predict_layers") or 0)
+    mtp_types = ""
+    if mtp:
+        mtp_types = _layer_letters(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern", problems)
+    _check_fixed_choices(config, layer_types, problems)
+    values = {name: _number(config, name, problems) for name in _NUMBERS}
+    values["norm_eps"] = config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
+    quantization = _quantization_map(quant, problems)
+    if not problems:
+        problems += _divisibility_problems(values)
+    if problems:
+        raise ValueError(f"{where}: this nemotron_h configuration is not supported:\n  - " + "\n  - ".join(problems))
+    return ModelConfig(
+        layer_types=layer_types,
+        mtp_layer_types=mtp_types,
+        num_nextn_predict_layers=mtp,
+        moe_latent_size=config.get("moe_latent_size"),
+        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        quantization=quantization,
+        **values,
+    )
+
+
+_NUMBERS = (
+    "hidden_size", "vocab_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
+    "chunk_size", "num_attention_heads", "num_key_value_heads", "head_dim", "n_routed_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+
+_FIXED = {
+    "model_type": ("nemotron_h", "the layer equations are those of nemotron_h"),
+    "tie_word_embeddings": (False, "lm_head has its own bytes"),
+    "attention_bias": (False, "the linears have no bias"),
+    "mlp_bias": (False, "the linears have no bias"),
+    "use_bias": (False, "the linears have no bias"),
+    "mamba_proj_bias": (False, "the linears have no bias"),
+    "use_conv_bias": (True, "the convolution has a bias"),
+    "mlp_hidden_act": ("relu2", "experts are not gated and square their ReLU"),
+    "mamba_hidden_act": ("silu", "the convolution ends in SiLU"),
+    "norm_topk_prob": (True, "the router renormalises the chosen scores"),
+    "n_group": (1, "expert groups are not part of the router's contract"),
+    "topk_group": (1, "expert groups are not part of the router's contract"),
+    "n_shared_experts": (1, "one shared expert is added after the combine"),
+    "residual_in_fp32": (False, "only one bf16 tensor crosses a layer"),
+    "sliding_window": (None, "attention sees the whole prefix"),
+}
+
+
+def _check_fixed_choices(config: Mapping, layer_types: str, problems: list[str]) -> None:
+    for name, (accepted, why) in _FIXED.items():
+        given = config.get(name, accepted)
+        if given != accepted:
+            problems.append(f"{name} is {given!r}; only {accepted!r} is accepted, because {why}")
+    low, high = config.get("time_step_limit", (0.0, float("inf")))
+    if low != 0.0 or high < 1e300:
+        problems.append(f"time_step_limit is {[low, high]}; only [0, infinity] is accepted, because the scan does not clamp dt")
+    layers = config.get("num_hidden_layers", len(layer_types))
+    if layers != len(layer_types):
+        problems.append(f"num_hidden_layers is {layers}, but the layer list has {len(layer_types)} entries; make them agree")
+
+
+def _layer_letters(config: Mapping, words_key: str, pattern_key: str, problems: list[str]) -> str:
+    # transformers lets the modern list win over the legacy pattern string.
+    words = config.get(words_key)
+    letters = "".join(LAYER_LETTERS.get(word, "?") for word in words) if words else config.get(pattern_key)
+    if not letters:
+        problems.append(f"neither {words_key} nor {pattern_key} is given; one must list the layers")
+        return ""
+    unknown = sorted({str(word) for word in words if word not in LAYER_LETTERS}) if words else []
+    unknown += sorted(set(letters) - set(SUPPORTED_LETTERS) - {"?"})
+    if unknown:
+        problems.append(
+            f"{words_key if words else pattern_key} has {', '.join(repr(u) for u in unknown)}; accepted are M (mamba), "
+            "* (attention) and E (moe), because only those have ops in the contract (strip '|' and '/' from a Megatron pattern)"
+        )
+    return letters
+
+
+def _number(config: Mapping, name: str, problems: list[str]) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        problems.append(f"{name} is {value!r}; a positive integer is needed")
+        return 0
+    return value
+
+
+def _divisibility_problems(values: Mapping) -> list[str]:
+    rules = (
+        ("mamba_num_heads", "n_groups", "every group serves the same number of heads"),
+        ("num_attention_heads", "num_key_value_heads", "every KV head serves the same number of query heads"),
+    )
+    problems = [
+        f"{a} is {values[a]}, not a multiple of {b} = {values[b]}; {why}" for a, b, why in rules if values[a] % values[b]
+    ]
+    for name in ("hidden_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
+        if values[name] % NVFP4_GROUP_SIZE:
+            problems.append(f"{name} is {values[name]}; a multiple of {NVFP4_GROUP_SIZE} is needed, the NVFP4 block length")
+    if values["num_experts_per_tok"] > values["n_routed_experts"]:
+        problems.append(f"num_experts_per_tok {values['num_experts_per_tok']} exceeds n_routed_experts {values['n_routed_experts']}")
+    return problems
+
+
+def _quantization_map(quant: Mapping | None, problems: list[str]) -> QuantizationMap:
+    if quant is None:
+        return QuantizationMap()
+    algo = quant.get("quant_algo")
+    exclude = tuple(quant.get("exclude_modules", quant.get("ignore", ())))
+    formats = {}
+    if algo == "MIXED_PRECISION":
+        for module, entry in quant.get("quantized_layers", {}).items():
+            formats[module] = entry.get("quant_algo")
+            group = entry.get("group_size", NVFP4_GROUP_SIZE)
+            if group != NVFP4_GROUP_SIZE:
+                problems.append(f"{module} has group_size {group}; only {NVFP4_GROUP_SIZE} is accepted, the NVFP4 block length")
+    elif algo in WEIGHT_FORMATS and algo != "BF16":
+        formats = _OneFormat(algo)
+    elif algo is not None:
+        problems.append(f"quant_algo is {algo!r}; accepted are MIXED_PRECISION, {', '.join(WEIGHT_FORMATS[1:])}")
+    unknown = sorted({str(f) for f in formats.values()} - set(WEIGHT_FORMATS))
+    if unknown:
+        problems.append(f"quantized_layers uses {', '.join(unknown)}; accepted are {', '.join(WEIGHT_FORMATS[1:])}")
+    kv_cache = quant.get("kv_cache_quant_algo") or ("FP8" if quant.get("kv_cache_scheme") else None)
+    if kv_cache not in (None, "FP8"):
+        problems.append(f"kv_cache_quant_algo is {kv_cache!r}; only FP8 or none is accepted")
+    return QuantizationMap(formats=formats, kv_cache=kv_cache, exclude_modules=exclude)
+
+
+class _OneFormat(dict):
+    """A repository with one algorithm: every linear that is not excluded has it."""
+
+    def __init__(self, algo: str) -> None:
+        super().__init__({"*": algo})
+        self.algo = algo
+
+    def get(self, module: str, default: str = "BF16") -> str:
+        """Return the one format for linears, the default for everything else."""
+        linear = module.endswith(("_proj", "lm_head"))
+        return self.algo if linear else default
