@@ -100,7 +100,8 @@ def load(path: str | Path) -> BridgeConfig:
     sections = {}
     types = get_type_hints(BridgeConfig)
     for unknown in sorted(set(tables) - set(types)):
-        problems.append(f"[{unknown}] is not a table of this file; tables are {', '.join(f'[{name}]' for name in types)}")
+        tables_known = ", ".join(f"[{name}]" for name in types)
+        problems.append(f"[{unknown}] is not a table of this file; tables are {tables_known}")
     for name, section in types.items():
         values = _checked_table(name, section, tables.get(name, {}), problems)
         for key in ("repository", "certificate"):
@@ -172,14 +173,17 @@ def _value_problems(config: Any) -> list[str]:
         if value < 1:
             problems.append(f"[{section}] {key} is {value}; it must be at least 1")
     gate, baseline = config.gate, config.forward.mode == "baseline"
-    if gate.correction_cap < 1.0:
-        problems.append(f"[gate] correction_cap is {gate.correction_cap}; at least 1.0 is needed, a ratio of exactly one must pass")
-    if gate.router_replay and not baseline:
-        problems.append("[gate] router_replay is on with mode 'bridged'; it would hide router faults: use it with mode 'baseline'")
-    if gate.correction != "none" and gate.on_difference == "stop":
-        problems.append(f"[gate] correction is {gate.correction!r} but on_difference is 'stop'; set on_difference = 'correct'")
-    if gate.old_logprob == "reuse" and not gate.certificate:
-        problems.append("[gate] old_logprob is 'reuse' without certificate; run once with 'recompute' and name the file it wrote")
-    if gate.old_logprob == "reuse" and baseline:
-        problems.append("[gate] old_logprob is 'reuse' with mode 'baseline'; only the bridged forward can be certified")
+    rules = (
+        (gate.correction_cap < 1.0, f"correction_cap is {gate.correction_cap}; at least 1.0 is needed, since a ratio of "
+         "exactly one must pass"),
+        (gate.router_replay and not baseline, "router_replay is on with mode 'bridged'; it would hide router faults: use "
+         "it with mode 'baseline'"),
+        (gate.correction != "none" and gate.on_difference == "stop", f"correction is {gate.correction!r} but "
+         "on_difference is 'stop'; set on_difference = 'correct'"),
+        (gate.old_logprob == "reuse" and not gate.certificate, "old_logprob is 'reuse' without certificate; run once with "
+         "'recompute' and name the file it wrote"),
+        (gate.old_logprob == "reuse" and baseline, "old_logprob is 'reuse' with mode 'baseline'; only the bridged forward "
+         "can be certified"),
+    )  # fmt: skip
+    problems += [f"[gate] {text}" for broken, text in rules if broken]
     return problems

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The contract's ops: one forward, called by the rollout engine and by the trainer."""

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Engines that sample: the protocol and its implementations."""
