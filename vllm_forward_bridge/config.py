@@ -174,16 +174,26 @@ def _value_problems(config: Any) -> list[str]:
             problems.append(f"[{section}] {key} is {value}; it must be at least 1")
     gate, baseline = config.gate, config.forward.mode == "baseline"
     rules = (
-        (gate.correction_cap < 1.0, f"correction_cap is {gate.correction_cap}; at least 1.0 is needed, since a ratio of "
-         "exactly one must pass"),
-        (gate.router_replay and not baseline, "router_replay is on with mode 'bridged'; it would hide router faults: use "
-         "it with mode 'baseline'"),
-        (gate.correction != "none" and gate.on_difference == "stop", f"correction is {gate.correction!r} but "
-         "on_difference is 'stop'; set on_difference = 'correct'"),
-        (gate.old_logprob == "reuse" and not gate.certificate, "old_logprob is 'reuse' without certificate; run once with "
-         "'recompute' and name the file it wrote"),
-        (gate.old_logprob == "reuse" and baseline, "old_logprob is 'reuse' with mode 'baseline'; only the bridged forward "
-         "can be certified"),
-    )  # fmt: skip
+        (
+            gate.correction_cap < 1.0,
+            f"correction_cap is {gate.correction_cap}; at least 1.0 is needed, since a ratio of exactly one must pass",
+        ),
+        (
+            gate.router_replay and not baseline,
+            "router_replay is on with mode 'bridged'; it would hide router faults: use it with mode 'baseline'",
+        ),
+        (
+            gate.correction != "none" and gate.on_difference == "stop",
+            f"correction is {gate.correction!r} but on_difference is 'stop'; set on_difference = 'correct'",
+        ),
+        (
+            gate.old_logprob == "reuse" and not gate.certificate,
+            "old_logprob is 'reuse' without certificate; run once with 'recompute' and name the file it wrote",
+        ),
+        (
+            gate.old_logprob == "reuse" and baseline,
+            "old_logprob is 'reuse' with mode 'baseline'; only the bridged forward can be certified",
+        ),
+    )
     problems += [f"[gate] {text}" for broken, text in rules if broken]
     return problems
