@@ -39,9 +39,10 @@ router_replay = true
     message = str(error.value)
     for part in ("four_over_six is 1", "lacks repository", "engin is unknown", "[extra]"):
         assert part in message
+    forward, gate = text.index("[forward]"), text.index("[gate]")
+    values = '[model]\nrepository = "x"\n' + text[forward : text.index("[rollout]")] + text[gate : text.index("[extra]")]
     with pytest.raises(ValueError) as error:
-        config.load(write(tmp_path, '[model]\nrepository = "x"\n' + text[text.index("[forward]") : text.index("[rollout]")]
-                          + text[text.index("[gate]") : text.index("[extra]")]))
+        config.load(write(tmp_path, values))
     for part in ("mode is 'fast'", "attention_split_tokens is 0", "correction is 'tis'", "router_replay is on"):
         assert part in str(error.value)
 
