@@ -40,7 +40,8 @@ router_replay = true
     for part in ("four_over_six is 1", "lacks repository", "engin is unknown", "[extra]"):
         assert part in message
     forward, gate = text.index("[forward]"), text.index("[gate]")
-    values = '[model]\nrepository = "x"\n' + text[forward : text.index("[rollout]")] + text[gate : text.index("[extra]")]
+    values = '[model]\nrepository = "x"\n' + text[forward : text.index("[rollout]")]
+    values += text[gate : text.index("[extra]")]
     with pytest.raises(ValueError) as error:
         config.load(write(tmp_path, values))
     for part in ("mode is 'fast'", "attention_split_tokens is 0", "correction is 'tis'", "router_replay is on"):
