@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring deployment bytes up to date with their bf16 masters without touching what training did not touch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_forward_bridge.parity.bits import integer_view
+from vllm_forward_bridge.quantization.fp8 import Fp8Bytes, exceeds_e4m3, fp8_dequantize, fp8_quantize
+from vllm_forward_bridge.quantization.nvfp4 import (
+    BLOCK,
+    CODE_MAX,
+    SCALE_OVERFLOW,
+    Nvfp4Bytes,
+    nvfp4_dequantize,
+    nvfp4_quantize,
+    scale_ceiling,
+)
+
+
+@dataclass(frozen=True)
+class RequantizeReport:
+    """What a requantisation did; for FP8 a block is one element."""
+
+    changed_blocks: int
+    """Blocks whose master no longer equals the value of the stored bytes."""
+    overflowed_blocks: int
+    """Blocks too large for the fixed scale. NVFP4: their matrix got a new global scale. FP8: they are clipped."""
+
+
+def requantize_nvfp4(
+    master: Tensor, old: Nvfp4Bytes, *, four_over_six: bool, amax: Tensor | None = None
+) -> tuple[Nvfp4Bytes, RequantizeReport]:
+    """Quantise what changed in a master and keep the bytes of the rest.
+
+    A 16-block whose master equals bf16(dequantised old bytes) keeps its bytes. The global scale stays, because the
+    checkpoint's is calibrated, unless a block scale would exceed what rounds to 448: then that matrix gets
+    amax / (6 F) and all its blocks are quantised again. Calling it twice with the same master changes nothing.
+
+    Args:
+        master: bf16 [..., N, K].
+        old: bytes of the same matrix or stack.
+        four_over_six: the rule of the checkpoint.
+        amax: fp32 [...], largest magnitude of each whole matrix when `master` is a shard; None takes it from `master`.
+
+    Returns:
+        New bytes (input_scale unchanged) and the report.
+
+    Raises:
+        ValueError: shapes do not fit, or the master has a NaN or an infinity.
+    """
+    shape = (*old.codes.shape[:-1], 2 * old.codes.shape[-1])
+    if master.dtype != torch.bfloat16 or master.shape != shape:
+        raise ValueError(
+            f"master is {master.dtype} {tuple(master.shape)} for codes {tuple(old.codes.shape)}; bfloat16 {shape} is "
+            "needed, since each byte holds two elements: pass the master of the same module"
+        )
+    own_blocks = master.detach().float().abs().unflatten(-1, (-1, BLOCK)).amax(dim=-1)
+    amax = own_blocks.amax(dim=(-2, -1)) if amax is None else amax.float()
+    limit = old.global_scale * (CODE_MAX * SCALE_OVERFLOW)
+    overflows = amax > limit
+    fresh_scale = amax / (CODE_MAX * scale_ceiling(four_over_six))
+    global_scale = torch.where(overflows, fresh_scale, old.global_scale)
+    fresh = nvfp4_quantize(master.detach(), global_scale=global_scale, four_over_six=four_over_six)
+    touched = integer_view(master) != integer_view(nvfp4_dequantize(old))
+    touched = touched.unflatten(-1, (-1, BLOCK)).any(dim=-1)
+    replace = touched | overflows[..., None, None]
+    block_scale = torch.where(replace, integer_view(fresh.block_scale), integer_view(old.block_scale))
+    codes = torch.where(replace.repeat_interleave(BLOCK // 2, dim=-1), fresh.codes, old.codes)
+    overflowed = int((own_blocks > limit[..., None, None]).sum())
+    new = Nvfp4Bytes(codes, block_scale.view(torch.float8_e4m3fn), global_scale, old.input_scale)
+    return new, RequantizeReport(int(touched.sum()), overflowed)
+
+
+def requantize_fp8(master: Tensor, old: Fp8Bytes) -> tuple[Fp8Bytes, RequantizeReport]:
+    """Quantise the elements that changed with the fixed scale and keep the codes of the rest.
+
+    Args:
+        master: bf16 [..., N, K].
+        old: bytes of the same matrix.
+
+    Returns:
+        New bytes with the old scales, and the report.
+
+    Raises:
+        ValueError: the master has a NaN or an infinity.
+    """
+    fresh = fp8_quantize(master.detach(), old.weight_scale)
+    touched = integer_view(master) != integer_view(fp8_dequantize(old.codes, old.weight_scale))
+    codes = torch.where(touched, integer_view(fresh), integer_view(old.codes)).view(torch.float8_e4m3fn)
+    clipped = touched & exceeds_e4m3(master.detach(), old.weight_scale)
+    return Fp8Bytes(codes, old.weight_scale, old.input_scale), RequantizeReport(int(touched.sum()), int(clipped.sum()))
+
+
+def requantize_f32(master: Tensor, old: Tensor) -> Tensor:
+    """Return fp32 values for a bf16 master: the old value where it rounds to the master, else f32(master)."""
+    kept = integer_view(old.to(torch.bfloat16)) == integer_view(master)
+    return torch.where(kept, old, master.detach().float())
