@@ -76,9 +76,9 @@ def gather_metrics(
     if group is None:
         return [local]
     mine = torch.tensor(_pack(local), dtype=torch.float64, device=device)
-    rows = torch.empty(group.size(), len(mine), dtype=torch.float64, device=device)
-    torch.distributed.all_gather_into_tensor(rows, mine, group=group)
-    return [_unpack(row) for row in rows.tolist()]
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(rows, mine, group=group)
+    return [_unpack(row) for row in torch.stack(rows).tolist()]
 
 
 def _report(step: int, merged: ParityMetrics, parts: Sequence[ParityMetrics]) -> str:
