@@ -2,6 +2,7 @@
 """Geometry and quantisation map of a nemotron_h checkpoint, read from its two JSON files. Imports no torch."""
 
 import fnmatch
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,9 +24,20 @@ class QuantizationMap:
 
     def format_of(self, module: str) -> str:
         """Return the format of `module` (Hugging Face name without `.weight`): one of `WEIGHT_FORMATS`."""
-        if any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude_modules):
-            return "BF16"
-        return self.formats.get(module, "BF16")
+        return "BF16" if self.excluding_pattern(module) else self.formats.get(module, "BF16")
+
+    def excluding_pattern(self, module: str) -> str | None:
+        """Return the entry of exclude_modules that keeps `module` in BF16, if there is one."""
+        names, globs = _names_and_globs(self.exclude_modules)
+        if module in names:
+            return module
+        return next((pattern for pattern in globs if fnmatch.fnmatchcase(module, pattern)), None)
+
+
+@functools.cache
+def _names_and_globs(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    globs = tuple(pattern for pattern in patterns if set(pattern) & set("*?["))
+    return frozenset(patterns).difference(globs), globs
 
 
 @dataclass(frozen=True, kw_only=True)

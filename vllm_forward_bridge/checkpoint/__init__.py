@@ -1,2 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face and Megatron checkpoints of the nemotron_h family."""
+"""Hugging Face repositories of nemotron_h, the tiny checkpoints, and the way to and from Megatron's distributed checkpoints."""
+
+from vllm_forward_bridge.checkpoint.repository import Repository, open_repository, write_repository
+from vllm_forward_bridge.checkpoint.safetensors_file import TensorSpec
+from vllm_forward_bridge.checkpoint.tensor_table import ExpectedTensor, tensor_table
+from vllm_forward_bridge.checkpoint.tiny import make_tiny_checkpoint
+
+__all__ = [
+    "ExpectedTensor",
+    "Repository",
+    "TensorSpec",
+    "make_tiny_checkpoint",
+    "open_repository",
+    "tensor_table",
+    "write_repository",
+]

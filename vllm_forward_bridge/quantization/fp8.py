@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 e4m3 as ModelOpt stores it: codes, one fp32 scale a matrix, a static input scale; and the scales of the KV cache."""
+"""FP8 e4m3 as ModelOpt stores it: codes, one fp32 scale a matrix, a static input scale; the KV cache's scales."""
 
 # Legend: ... any stacked leading dims, N out features, K in features.
 
@@ -43,10 +43,10 @@ def fp8_quantize(weight: Tensor, weight_scale: Tensor) -> Tensor:
     bad = int((~torch.isfinite(weight)).sum())
     if bad:
         raise ValueError(
-            f"{bad} of {weight.numel()} weights are NaN or infinite; e4m3 cannot hold them: find the step that made them"
+            f"{bad} of {weight.numel()} are NaN or infinite; e4m3 cannot hold them; find the step that made them"
         )
     if not bool((weight_scale > 0).all()):
-        raise ValueError(f"weight_scale is {weight_scale.tolist()}; it must be positive: codes are w / scale, read it again")
+        raise ValueError(f"weight_scale is {weight_scale.tolist()}; it must be positive, codes are w / scale")
     # bits: a division, as ModelOpt does; multiplying by 1/scale rounds twice.
     scaled = weight.float() / _over_matrix(weight_scale, weight)
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -112,11 +112,22 @@ def nvfp4_dequantize(stored: Nvfp4Bytes, dtype: torch.dtype = torch.bfloat16) ->
 
     The first product is exact (6 bits), so fp32 holds the correctly rounded value; bf16 rounds once more.
     """
-    codes = unpack_codes(stored.codes)
-    table = torch.tensor(CODE_VALUES + tuple(-v for v in CODE_VALUES), dtype=torch.float32, device=codes.device)
-    blocks = table[codes.int()].unflatten(-1, (-1, BLOCK))
+    # One look-up decodes both nibbles of a byte: two fp32 values are moved as one 8-byte word.
+    pairs = _pair_values(stored.codes.device).index_select(0, stored.codes.reshape(-1).int())
+    blocks = pairs.view(torch.float32).view(*stored.block_scale.shape, BLOCK)
     blocks = blocks * stored.block_scale.float().unsqueeze(-1)
     return (blocks * stored.global_scale.float()[..., None, None, None]).flatten(-2).to(dtype)
+
+
+def _values(device: torch.device) -> Tensor:
+    """Return the value of each code, fp32 [16]; code 8 is plus zero, as in ModelOpt's table."""
+    return torch.tensor(CODE_VALUES + tuple(0.0 - value for value in CODE_VALUES), device=device)
+
+
+def _pair_values(device: torch.device) -> Tensor:
+    """Return, for each byte, the fp32 values of its low and high nibble as one 8-byte word: float64 [256]."""
+    values = _values(device)
+    return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).view(torch.float64).view(256)
 
 
 def _encode(blocks: Tensor, relative_scale: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,8 +155,7 @@ def _encode_four_over_six(blocks: Tensor, amax: Tensor, unit: Tensor) -> tuple[T
 
 
 def _squared_error(blocks: Tensor, codes: Tensor, scale: Tensor, unit: Tensor) -> Tensor:
-    table = torch.tensor(CODE_VALUES + tuple(-v for v in CODE_VALUES), dtype=torch.float32, device=codes.device)
-    error = blocks - table[codes.int()] * (scale.float() * unit).unsqueeze(-1)
+    error = blocks - _values(codes.device)[codes.int()] * (scale.float() * unit).unsqueeze(-1)
     error = error * error
     # bits: a halving tree of elementwise adds, so that the choice is the same on every device and thread count.
     while error.shape[-1] > 1:
@@ -159,7 +169,7 @@ def _check_weight(weight: Tensor) -> None:
     if weight.dtype not in (torch.bfloat16, torch.float32):
         problems.append(f"its dtype is {weight.dtype}; bfloat16 or float32 is accepted")
     if weight.dim() < 2 or weight.shape[-1] % BLOCK:
-        problems.append(f"its shape is {tuple(weight.shape)}; [..., N, K] is needed, K a multiple of the block, {BLOCK}")
+        problems.append(f"its shape is {tuple(weight.shape)}; [..., N, K] with K a multiple of {BLOCK} is needed")
     bad = int((~torch.isfinite(weight)).sum())
     if bad:
         problems.append(f"{bad} of {weight.numel()} elements are NaN or infinite; find the step that made them")

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The safetensors container, read and written tensor by tensor: every fault of a file is named before its bytes are used."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U8": torch.uint8, "I8": torch.int8,
+    "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH_BYTES = 8
+_HEADER_LIMIT = 100 << 20
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype, shape and shard file of one stored tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    shard: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def text(self) -> str:
+        """Dtype and shape as people write them."""
+        return f"{DTYPE_NAMES[self.dtype]} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """Contents of one file: specs in order of offset, where their bytes start, and the header's own text."""
+
+    path: Path
+    text: str
+    specs: tuple[TensorSpec, ...]
+    starts: dict[str, int]
+    """Absolute byte offset of each tensor's data."""
+
+
+def read_header(path: Path, problems: list[str]) -> ShardHeader | None:
+    """Read and check the header of one file; what is wrong is added to `problems` and None returned if nothing can be used."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _HEADER_LIMIT):
+            problems.append(
+                f"{path.name}: {size} bytes cannot hold the header of {length} bytes it announces; the file is cut off or is "
+                "not safetensors: fetch it again"
+            )
+            return None
+        raw = file.read(length)
+    try:
+        text = raw.decode()
+        entries = json.loads(text)
+    except ValueError as error:
+        problems.append(f"{path.name}: the header is not JSON ({error}); a safetensors file is needed: fetch it again")
+        return None
+    entries.pop("__metadata__", None)
+    data_start = _LENGTH_BYTES + length
+    specs, starts, expected = [], {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
+        begin, end = entry["data_offsets"]
+        if entry["dtype"] not in DTYPES:
+            problems.append(f"{path.name}: {name} has dtype {entry['dtype']}; accepted are {', '.join(DTYPES)}")
+            continue
+        spec = TensorSpec(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), path.name)
+        if begin != expected or end - begin != spec.num_bytes:
+            problems.append(
+                f"{path.name}: {name} ({spec.text}) has bytes {begin} to {end}; {spec.num_bytes} bytes from {expected} are "
+                "expected, since tensors follow each other without gaps: fetch the file again"
+            )
+        expected = end
+        if data_start + end > size:
+            problems.append(
+                f"{path.name}: {name} needs bytes up to {data_start + end}, the file has {size}; it is cut off: fetch it again"
+            )
+        specs.append(spec)
+        starts[name] = data_start + begin
+    if size > data_start + expected:
+        problems.append(
+            f"{path.name}: {size - data_start - expected} bytes after the last tensor; none are expected: fetch it again"
+        )
+    return ShardHeader(path, text, tuple(specs), starts)
+
+
+def header_text(specs: Iterable[TensorSpec]) -> str:
+    """Return the JSON header of a new file that holds `specs` in the given order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.num_bytes],
+        }
+        offset += spec.num_bytes
+    text = json.dumps(entries, separators=(",", ":"))
+    # The data starts at a multiple of eight bytes; spaces are JSON white space.
+    return text + " " * (-len(text.encode()) % _LENGTH_BYTES)
+
+
+def disk_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Order specs of one file as the safetensors package does: wide dtypes first, so that each is aligned, then by name."""
+    return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
+
+
+def write_file(path: Path, text: str, specs: Iterable[TensorSpec], read: Callable[[str], Tensor]) -> None:
+    """Write one file: header `text`, then each tensor of `specs` in order, fetched by `read` when its turn comes.
+
+    Raises:
+        ValueError: `read` returned another dtype or shape than the spec says.
+    """
+    raw = text.encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(_LENGTH_BYTES, "little"))
+        file.write(raw)
+        for spec in specs:
+            tensor = read(spec.name)
+            if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+                raise ValueError(
+                    f"{spec.name} for {path.name} is {tensor.dtype} {tuple(tensor.shape)}; {spec.text} was announced: "
+                    "pass the tensor that the table names"
+                )
+            file.write(byte_view(tensor).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """Return the bytes of a CPU tensor, uint8 [bytes], without a copy if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
