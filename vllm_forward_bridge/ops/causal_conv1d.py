@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal depthwise convolution with fused SiLU over packed sequences; prefill, chunk and step are one arithmetic.
+
+After vLLM's `causal_conv1d_fn` and `causal_conv1d_update`: a product of two bf16 numbers is a bf16 number before it is added.
+"""
+
+# T packed tokens, S sequences, C channels, W window width, N rows of the extended layout: T + S * (W - 1).
+
+import torch
+from torch import Tensor
+
+from vllm_forward_bridge.ops import exact, packed
+
+_BLOCK_ELEMENTS = 1 << 17  # a block of fp32 that stays in the cache; changes time, never bits
+
+
+@torch.library.custom_op("vllm_forward_bridge::causal_conv1d", mutates_args=(), device_types="cpu")
+def causal_conv1d(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor, cu_seqlens_S1: Tensor, tail_SWC: Tensor | None) -> Tensor:
+    """Convolve each packed sequence with its own past.
+
+    a = f32(bias);  a = a + f32(bf16(x_{t-W+1+j} * weight_j)) for j = 0 .. W-1, the oldest input first;
+    y = bf16(silu(a)).
+
+    Args:
+        x_TC: bf16; rows past cu_seqlens[-1] are padding: never read into a live row, and zero in the result.
+        weight_CW: bf16; its last column multiplies the row itself.
+        bias_C: bf16.
+        cu_seqlens_S1: int32 [S + 1].
+        tail_SWC: bf16 [S, W - 1, C], the inputs before each sequence's first row, oldest first; None stands for zeros.
+
+    Returns:
+        y_TC, bf16.
+
+    Raises:
+        ValueError: lists every shape, dtype or layout that is not accepted.
+
+    Source: vLLM 0.26.0, model_executor/layers/mamba/ops/causal_conv1d.py.
+    """
+    _check(x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC)
+    extended_NC, row_T = _extend(x_TC, cu_seqlens_S1, tail_SWC, weight_CW.shape[1])
+    y_TC = torch.zeros_like(x_TC)
+    taps_WC = weight_CW.t().contiguous()
+    outputs = len(extended_NC) - len(taps_WC) + 1
+    block = max(1, _BLOCK_ELEMENTS // x_TC.shape[1])
+    y_NC = extended_NC.new_empty(outputs, x_TC.shape[1])
+    for first in range(0, outputs, block):
+        last = min(first + block, outputs)
+        total = bias_C.float().expand(last - first, -1).clone()
+        for j, tap_C in enumerate(taps_WC):
+            # bits: the product is rounded to bf16 before the fp32 add, as in Triton's typing of two bf16 operands.
+            total += extended_NC[first + j : last + j] * tap_C
+        y_NC[first:last] = exact.silu(total)
+    live = len(row_T)
+    torch.index_select(y_NC, 0, row_T - (len(taps_WC) - 1), out=y_TC[:live])
+    return y_TC
+
+
+@causal_conv1d.register_fake
+def _(x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC):
+    return torch.empty_like(x_TC)
+
+
+def _check(x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC):
+    if x_TC.dim() != 2 or weight_CW.dim() != 2:
+        packed.raise_if_any("causal_conv1d", [
+            f"x has shape {tuple(x_TC.shape)} and weight {tuple(weight_CW.shape)}; [tokens, channels] and [channels, width] "
+            "are accepted, one row a token: squeeze Megatron's [channels, 1, width] and flatten the batch"
+        ])  # fmt: skip
+    channels, width = weight_CW.shape
+    sequences = cu_seqlens_S1.numel() - 1
+    problems = packed.shape_problems({
+        "x": (x_TC, (len(x_TC), channels), torch.bfloat16),
+        "weight": (weight_CW, (channels, width), torch.bfloat16),
+        "bias": (bias_C, (channels,), torch.bfloat16),
+        "tail": (tail_SWC, (sequences, width - 1, channels), torch.bfloat16),
+    })  # fmt: skip
+    packed.raise_if_any("causal_conv1d", problems + packed.cu_seqlens_problems("cu_seqlens", cu_seqlens_S1, len(x_TC)))
+
+
+def _extend(x_TC: Tensor, cu_seqlens_S1: Tensor, tail_SWC: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """Put each sequence's tail before it; return that tensor and where each packed row went."""
+    gap = width - 1
+    sequence_T = packed.sequence_of_rows(cu_seqlens_S1)
+    row_T = torch.arange(len(sequence_T)) + (sequence_T + 1) * gap
+    sequences = len(cu_seqlens_S1) - 1
+    extended_NC = x_TC.new_zeros(len(sequence_T) + sequences * gap, x_TC.shape[1])
+    extended_NC[row_T] = x_TC[: len(sequence_T)]
+    if tail_SWC is not None:
+        first_S = cu_seqlens_S1[:-1].long() + torch.arange(sequences) * gap
+        extended_NC[(first_S[:, None] + torch.arange(gap)).flatten()] = tail_SWC.flatten(0, 1)
+    return extended_NC, row_T
+
+
+def _setup(ctx, inputs, output):
+    x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC = inputs
+    if ctx.needs_input_grad[4]:
+        raise ValueError(
+            "causal_conv1d: tail requires a gradient; training starts every sequence at its first token, so only a constant "
+            "tail is accepted: pass tail.detach(), or None"
+        )
+    ctx.save_for_backward(x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC)
+
+
+def _backward(ctx, grad_TC):
+    """Return the closed-form gradients in fp32: d = grad * silu'(a); grad_x_t = sum_j d_{t+W-1-j} w_j."""
+    x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC = ctx.saved_tensors
+    gap = weight_CW.shape[1] - 1
+    extended_NC, row_T = _extend(x_TC, cu_seqlens_S1, tail_SWC, gap + 1)
+    extended_NC = extended_NC.float()
+    outputs = len(extended_NC) - gap
+    taps_WC = weight_CW.float().t().contiguous()
+    total_NC = bias_C.float().expand(outputs, -1).clone()
+    for j, tap_C in enumerate(taps_WC):
+        total_NC.addcmul_(extended_NC[j : outputs + j], tap_C)
+    sigmoid_NC = torch.sigmoid(total_NC)
+    slope_NC = sigmoid_NC * (1 + total_NC * (1 - sigmoid_NC))
+    # Rows of the tails get no gradient: they are the gaps that keep sequences apart.
+    d_NC = torch.zeros(outputs + 2 * gap, x_TC.shape[1])
+    d_NC[row_T] = grad_TC[: len(row_T)].float() * slope_NC[row_T - gap]
+    grad_x_TC = grad_weight_CW = grad_bias_C = None
+    if ctx.needs_input_grad[0]:
+        spread_NC = sum(d_NC[gap - j : gap - j + outputs + gap] * tap_C for j, tap_C in enumerate(taps_WC))
+        grad_x_TC = torch.zeros_like(x_TC)
+        grad_x_TC[: len(row_T)] = spread_NC[row_T]
+    if ctx.needs_input_grad[1]:
+        columns = [(d_NC[gap : gap + outputs] * extended_NC[j : outputs + j]).sum(0) for j in range(gap + 1)]
+        grad_weight_CW = torch.stack(columns, 1).to(weight_CW.dtype)
+    if ctx.needs_input_grad[2]:
+        grad_bias_C = d_NC.sum(0).to(bias_C.dtype)
+    return grad_x_TC, grad_weight_CW, grad_bias_C, None, None
+
+
+causal_conv1d.register_autograd(_backward, setup_context=_setup)

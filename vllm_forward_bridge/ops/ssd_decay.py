@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decay rate of each Mamba-2 head. One op, so that both sides take the same exponential of the same stored logarithm."""
+
+# h heads.
+
+import torch
+from torch import Tensor
+
+from vllm_forward_bridge.ops import exact, packed
+
+
+@torch.library.custom_op("vllm_forward_bridge::ssd_decay", mutates_args=(), device_types="cpu")
+def ssd_decay(A_log_h: Tensor) -> Tensor:
+    """Return A = -exp(f32(A_log)).
+
+    Args:
+        A_log_h: bf16 or fp32.
+
+    Returns:
+        A_h, fp32.
+
+    Raises:
+        ValueError: A_log is not a vector of bf16 or fp32.
+
+    Source: vLLM 0.26.0, model_executor/layers/mamba/mamba_mixer2.py, the loader of A.
+    """
+    if A_log_h.dim() != 1 or A_log_h.dtype not in (torch.bfloat16, torch.float32):
+        packed.raise_if_any("ssd_decay", [
+            f"A_log is {A_log_h.dtype} {tuple(A_log_h.shape)}; a vector of bf16 or fp32 is accepted, one entry a head: convert it"
+        ])  # fmt: skip
+    return -exact.exp(A_log_h.float())
+
+
+@ssd_decay.register_fake
+def _(A_log_h):
+    return torch.empty_like(A_log_h, dtype=torch.float32)
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad_h):
+    (A_log_h,) = ctx.saved_tensors
+    return (-grad_h * torch.exp(A_log_h.float())).to(A_log_h.dtype)
+
+
+ssd_decay.register_autograd(_backward, setup_context=_setup)
