@@ -20,7 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", help="folder to create; must not exist")
     parser.add_argument("--family", choices=FAMILIES, default="lightning", help="released repository to imitate")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
-    parser.add_argument("--chunk-size", type=int, default=16, help="chunk of the scan in tokens; 128 for kernels on a GPU")
+    parser.add_argument(
+        "--chunk-size", type=int, default=16, help="chunk of the scan in tokens; 128 for kernels on a GPU"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(arguments)
     try:
@@ -35,7 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
         "shards": len(repository.headers),
         "bytes": sum(spec.num_bytes for spec in repository.table.values()),
     }
-    print(json.dumps(made) if args.json else "{folder}: {tensors} tensors, {shards} shards, {bytes} bytes".format(**made))
+    print(
+        json.dumps(made) if args.json else "{folder}: {tensors} tensors, {shards} shards, {bytes} bytes".format(**made)
+    )
     return 0
 
 

@@ -1,43 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Geometry and quantisation map of a nemotron_h checkpoint, read from its two JSON files. Imports no torch."""
 
-import fnmatch
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm_forward_bridge.quantization_map import (
+    NVFP4_GROUP_SIZE,
+    QuantizationMap,
+    disagreements,
+    parse_quantization,
+)
+
 LAYER_LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
 SUPPORTED_LETTERS = "ME*"
-WEIGHT_FORMATS = ("BF16", "FP8", "NVFP4", "W4A16_NVFP4")
-NVFP4_GROUP_SIZE = 16
-
-
-@dataclass(frozen=True)
-class QuantizationMap:
-    """Which module has which weight format; a module that is not named is BF16."""
-
-    formats: Mapping[str, str] = field(default_factory=dict)
-    kv_cache: str | None = None
-    exclude_modules: tuple[str, ...] = ()
-
-    def format_of(self, module: str) -> str:
-        """Return the format of `module` (Hugging Face name without `.weight`): one of `WEIGHT_FORMATS`."""
-        return "BF16" if self.excluding_pattern(module) else self.formats.get(module, "BF16")
-
-    def excluding_pattern(self, module: str) -> str | None:
-        """Return the entry of exclude_modules that keeps `module` in BF16, if there is one."""
-        names, globs = _names_and_globs(self.exclude_modules)
-        if module in names:
-            return module
-        return next((pattern for pattern in globs if fnmatch.fnmatchcase(module, pattern)), None)
-
-
-@functools.cache
-def _names_and_globs(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
-    globs = tuple(pattern for pattern in patterns if set(pattern) & set("*?["))
-    return frozenset(patterns).difference(globs), globs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +77,25 @@ def load_model_config(folder: str | Path) -> ModelConfig:
         FileNotFoundError: there is no config.json.
     """
     folder = Path(folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = _read_json(folder / "config.json")
     quant_file = folder / "hf_quant_config.json"
-    quant = json.loads(quant_file.read_text())["quantization"] if quant_file.exists() else None
+    quant = _read_json(quant_file).get("quantization", {}) if quant_file.exists() else None
     return parse_model_config(config, quant, where=str(folder))
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        # Python's reader takes Infinity, which some released files hold although it is not JSON.
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); the file of the released repository is needed") from error
 
 
 def parse_model_config(config: Mapping, quant: Mapping | None, *, where: str = "config.json") -> ModelConfig:
     """Build a ModelConfig from the two parsed JSON objects; see `load_model_config`."""
-    problems: list[str] = []
-    quant = quant if quant is not None else config.get("quantization_config")
+    problems = disagreements(config.get("quantization_config"), quant)
+    # transformers lets the legacy name of a scalar win over the modern one.
+    config = {**config, **{modern: config[legacy] for legacy, modern in _LEGACY_NAMES.items() if legacy in config}}
     layer_types = _layer_letters(config, "layers_block_type", "hybrid_override_pattern", problems)
     mtp = int(config.get("num_nextn_predict_layers") or 0)
     mtp_types = ""
@@ -118,7 +104,9 @@ def parse_model_config(config: Mapping, quant: Mapping | None, *, where: str = "
     _check_fixed_choices(config, layer_types, problems)
     values = {name: _number(config, name, problems) for name in _NUMBERS}
     values["norm_eps"] = config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
-    quantization = _quantization_map(quant, problems)
+    latent = config.get("moe_latent_size")
+    values["moe_latent_size"] = None if latent is None else _number(config, "moe_latent_size", problems)
+    quantization = parse_quantization(quant if quant is not None else config.get("quantization_config"), problems)
     if not problems:
         problems += _divisibility_problems(values)
     if problems:
@@ -127,12 +115,19 @@ def parse_model_config(config: Mapping, quant: Mapping | None, *, where: str = "
         layer_types=layer_types,
         mtp_layer_types=mtp_types,
         num_nextn_predict_layers=mtp,
-        moe_latent_size=config.get("moe_latent_size"),
         routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
         quantization=quantization,
         **values,
     )
 
+
+_LEGACY_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_chunk_size": "chunk_size",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
 
 _NUMBERS = (
     "hidden_size", "vocab_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
@@ -164,27 +159,38 @@ def _check_fixed_choices(config: Mapping, layer_types: str, problems: list[str])
         given = config.get(name, accepted)
         if given != accepted:
             problems.append(f"{name} is {given!r}; only {accepted!r} is accepted, because {why}")
-    low, high = config.get("time_step_limit", (0.0, float("inf")))
+    low, high = map(float, config.get("time_step_limit") or (0.0, "inf"))
     if low != 0.0 or high < 1e300:
-        problems.append(f"time_step_limit is {[low, high]}; only [0, infinity] is accepted, because the scan does not clamp dt")
+        problems.append(f"time_step_limit is {[low, high]}; only [0, infinity] is accepted, the scan does not clamp dt")
     layers = config.get("num_hidden_layers", len(layer_types))
     if layers != len(layer_types):
-        problems.append(f"num_hidden_layers is {layers}, but the layer list has {len(layer_types)} entries; make them agree")
+        problems.append(
+            f"num_hidden_layers is {layers}, but the layer list has {len(layer_types)} entries; make them agree"
+        )
 
 
 def _layer_letters(config: Mapping, words_key: str, pattern_key: str, problems: list[str]) -> str:
-    # transformers lets the modern list win over the legacy pattern string.
-    words = config.get(words_key)
-    letters = "".join(LAYER_LETTERS.get(word, "?") for word in words) if words else config.get(pattern_key)
-    if not letters:
+    words, pattern = config.get(words_key), config.get(pattern_key)
+    if not words and not pattern:
         problems.append(f"neither {words_key} nor {pattern_key} is given; one must list the layers")
         return ""
+    letters = "".join(LAYER_LETTERS.get(word, "?") for word in words) if words else pattern
+    if words and pattern and letters != pattern:
+        problems.append(
+            f"{words_key} means {letters!r}, but {pattern_key} is {pattern!r}; loaders differ: make them agree"
+        )
+    key = words_key if words else pattern_key
     unknown = sorted({str(word) for word in words if word not in LAYER_LETTERS}) if words else []
-    unknown += sorted(set(letters) - set(SUPPORTED_LETTERS) - {"?"})
+    unknown += sorted(set(letters) - set(SUPPORTED_LETTERS) - {"?", "|", "/"})
     if unknown:
         problems.append(
-            f"{words_key if words else pattern_key} has {', '.join(repr(u) for u in unknown)}; accepted are M (mamba), "
-            "* (attention) and E (moe), because only those have ops in the contract (strip '|' and '/' from a Megatron pattern)"
+            f"{key} has {', '.join(map(repr, unknown))}; accepted are M (mamba), * (attention) and E (moe), because "
+            "only those have ops in the contract"
+        )
+    if set(letters) & {"|", "/"}:
+        problems.append(
+            f"{key} is {letters!r}; '|' (pipeline cut) and '/' (MTP) belong to Megatron's patterns: write the main "
+            "layers alone, and the MTP layers in mtp_layers_block_type"
         )
     return letters
 
@@ -203,49 +209,17 @@ def _divisibility_problems(values: Mapping) -> list[str]:
         ("num_attention_heads", "num_key_value_heads", "every KV head serves the same number of query heads"),
     )
     problems = [
-        f"{a} is {values[a]}, not a multiple of {b} = {values[b]}; {why}" for a, b, why in rules if values[a] % values[b]
+        f"{a} is {values[a]}, not a multiple of {b} = {values[b]}; {why}"
+        for a, b, why in rules
+        if values[a] % values[b]
     ]
-    for name in ("hidden_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
-        if values[name] % NVFP4_GROUP_SIZE:
-            problems.append(f"{name} is {values[name]}; a multiple of {NVFP4_GROUP_SIZE} is needed, the NVFP4 block length")
+    for name in ("hidden_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"):
+        if (values[name] or 0) % NVFP4_GROUP_SIZE:
+            problems.append(
+                f"{name} is {values[name]}; a multiple of {NVFP4_GROUP_SIZE} is needed, the NVFP4 block length"
+            )
     if values["num_experts_per_tok"] > values["n_routed_experts"]:
-        problems.append(f"num_experts_per_tok {values['num_experts_per_tok']} exceeds n_routed_experts {values['n_routed_experts']}")
+        problems.append(
+            f"num_experts_per_tok {values['num_experts_per_tok']} exceeds n_routed_experts {values['n_routed_experts']}"
+        )
     return problems
-
-
-def _quantization_map(quant: Mapping | None, problems: list[str]) -> QuantizationMap:
-    if quant is None:
-        return QuantizationMap()
-    algo = quant.get("quant_algo")
-    exclude = tuple(quant.get("exclude_modules", quant.get("ignore", ())))
-    formats = {}
-    if algo == "MIXED_PRECISION":
-        for module, entry in quant.get("quantized_layers", {}).items():
-            formats[module] = entry.get("quant_algo")
-            group = entry.get("group_size", NVFP4_GROUP_SIZE)
-            if group != NVFP4_GROUP_SIZE:
-                problems.append(f"{module} has group_size {group}; only {NVFP4_GROUP_SIZE} is accepted, the NVFP4 block length")
-    elif algo in WEIGHT_FORMATS and algo != "BF16":
-        formats = _OneFormat(algo)
-    elif algo is not None:
-        problems.append(f"quant_algo is {algo!r}; accepted are MIXED_PRECISION, {', '.join(WEIGHT_FORMATS[1:])}")
-    unknown = sorted({str(f) for f in formats.values()} - set(WEIGHT_FORMATS))
-    if unknown:
-        problems.append(f"quantized_layers uses {', '.join(unknown)}; accepted are {', '.join(WEIGHT_FORMATS[1:])}")
-    kv_cache = quant.get("kv_cache_quant_algo") or ("FP8" if quant.get("kv_cache_scheme") else None)
-    if kv_cache not in (None, "FP8"):
-        problems.append(f"kv_cache_quant_algo is {kv_cache!r}; only FP8 or none is accepted")
-    return QuantizationMap(formats=formats, kv_cache=kv_cache, exclude_modules=exclude)
-
-
-class _OneFormat(dict):
-    """A repository with one algorithm: every linear that is not excluded has it."""
-
-    def __init__(self, algo: str) -> None:
-        super().__init__({"*": algo})
-        self.algo = algo
-
-    def get(self, module: str, default: str = "BF16") -> str:
-        """Return the one format for linears, the default for everything else."""
-        linear = module.endswith(("_proj", "lm_head"))
-        return self.algo if linear else default

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face repositories of nemotron_h, the tiny checkpoints, and the way to and from Megatron's distributed checkpoints."""
+"""Hugging Face repositories of nemotron_h, tiny ones, and the way to and from Megatron's distributed checkpoints."""
 
 from vllm_forward_bridge.checkpoint.repository import Repository, open_repository, write_repository
 from vllm_forward_bridge.checkpoint.safetensors_file import TensorSpec

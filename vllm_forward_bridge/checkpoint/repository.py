@@ -66,7 +66,9 @@ class Repository:
             while done < spec.num_bytes:
                 count = file.readinto(view[done:])
                 if not count:
-                    raise ValueError(f"{spec.shard}: ended inside {name} after {done} of {spec.num_bytes} bytes; fetch it again")
+                    raise ValueError(
+                        f"{spec.shard}: ended inside {name}, {done} of {spec.num_bytes} bytes read; fetch it"
+                    )
                 done += count
         return out.view(spec.dtype).reshape(spec.shape)
 
@@ -110,7 +112,9 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, ShardHeader]:
     weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"] if index_path.exists() else {}
     listed = sorted(set(weight_map.values())) or [SINGLE_FILE]
     if not weight_map and on_disk != [SINGLE_FILE]:
-        problems.append(f"{INDEX_FILE}: not there, and the weights are {on_disk or 'not there'}; more than {SINGLE_FILE} needs an index")
+        problems.append(
+            f"{INDEX_FILE}: not there; files are {on_disk}: without an index only {SINGLE_FILE} is read, fetch it"
+        )
         return {}
     problems += [f"{name}: listed in {INDEX_FILE} but not there; fetch it" for name in listed if name not in on_disk]
     for name in on_disk:
@@ -138,7 +142,9 @@ def _compare_with_index(weight_map: dict[str, str], headers: dict[str, ShardHead
                 problems.append(f"{shard}: holds {spec.name}, which {INDEX_FILE} lists {listed}; correct the index")
     for name, shard in weight_map.items():
         if name not in seen and shard in headers:
-            problems.append(f"{shard}: lacks {name}, which {INDEX_FILE} lists there; fetch the shard again or correct the index")
+            problems.append(
+                f"{shard}: lacks {name}, which {INDEX_FILE} lists there; fetch it again or correct the index"
+            )
 
 
 def write_repository(
@@ -151,7 +157,7 @@ def write_repository(
 
     Args:
         path: folder to create; must not exist.
-        files: name and content of everything that is not a weight; the index is made here when there are several shards.
+        files: name and content of everything that is not a weight; the index is made here for several shards.
         specs: every tensor with its shard file.
         read: returns the tensor of a name; called once for each, in file order.
 
@@ -194,7 +200,9 @@ def partial_folder(path: Path) -> Path:
 def refuse_existing(path: Path) -> None:
     """Raise FileExistsError if `path` exists: nothing is ever overwritten."""
     if path.exists():
-        raise FileExistsError(f"{path} exists; a new folder is needed, nothing is overwritten: remove it or name another")
+        raise FileExistsError(
+            f"{path} exists; a new folder is needed, nothing is overwritten: remove it or name another"
+        )
 
 
 def finish_folder(partial: Path, path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The safetensors container, read and written tensor by tensor: every fault of a file is named before its bytes are used."""
+"""The safetensors container, tensor by tensor: every fault of a file is named before its bytes are used."""
 
 import json
 import math
@@ -53,14 +53,14 @@ class ShardHeader:
 
 
 def read_header(path: Path, problems: list[str]) -> ShardHeader | None:
-    """Read and check the header of one file; what is wrong is added to `problems` and None returned if nothing can be used."""
+    """Read and check the header of one file; faults are added to `problems`, None means that nothing can be used."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _HEADER_LIMIT):
             problems.append(
-                f"{path.name}: {size} bytes cannot hold the header of {length} bytes it announces; the file is cut off or is "
-                "not safetensors: fetch it again"
+                f"{path.name}: {size} bytes cannot hold the header of {length} bytes it announces; the file is cut "
+                "off or is not safetensors: fetch it again"
             )
             return None
         raw = file.read(length)
@@ -81,19 +81,19 @@ def read_header(path: Path, problems: list[str]) -> ShardHeader | None:
         spec = TensorSpec(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), path.name)
         if begin != expected or end - begin != spec.num_bytes:
             problems.append(
-                f"{path.name}: {name} ({spec.text}) has bytes {begin} to {end}; {spec.num_bytes} bytes from {expected} are "
+                f"{path.name}: {name} ({spec.text}) has bytes {begin} to {end}; {spec.num_bytes} from {expected} are "
                 "expected, since tensors follow each other without gaps: fetch the file again"
             )
         expected = end
         if data_start + end > size:
             problems.append(
-                f"{path.name}: {name} needs bytes up to {data_start + end}, the file has {size}; it is cut off: fetch it again"
+                f"{path.name}: {name} ends at byte {data_start + end}, the file at {size}; it is cut off: fetch it"
             )
         specs.append(spec)
         starts[name] = data_start + begin
     if size > data_start + expected:
         problems.append(
-            f"{path.name}: {size - data_start - expected} bytes after the last tensor; none are expected: fetch it again"
+            f"{path.name}: {size - data_start - expected} bytes after the last tensor; none are expected: fetch it"
         )
     return ShardHeader(path, text, tuple(specs), starts)
 
@@ -115,7 +115,7 @@ def header_text(specs: Iterable[TensorSpec]) -> str:
 
 
 def disk_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Order specs of one file as the safetensors package does: wide dtypes first, so that each is aligned, then by name."""
+    """Order specs of one file as the safetensors package does: wide dtypes first, for alignment, then by name."""
     return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
 
 

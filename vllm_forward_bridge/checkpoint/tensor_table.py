@@ -80,7 +80,9 @@ def table_problems(config: ModelConfig, stored: Mapping[str, TensorSpec]) -> lis
             if entry.required:
                 problems.append(f"{name}: missing; {entry.text} is expected{_missing_hint(name, stored)}")
         elif not entry.accepts(spec):
-            problems.append(f"{spec.shard}: {name} is {spec.text}; {entry.text} is expected{_mismatch_hint(config, entry, spec)}")
+            problems.append(
+                f"{spec.shard}: {name} is {spec.text}; {entry.text} is expected{_mismatch_hint(config, entry, spec)}"
+            )
     for name, spec in stored.items():
         if name not in expected:
             problems.append(f"{spec.shard}: {name} ({spec.text}) is not expected{_unexpected_hint(config, name)}")
@@ -159,7 +161,7 @@ def _linear(config: ModelConfig, module: str, shape: tuple[int, int]) -> Iterato
 def _missing_hint(name: str, stored: Mapping[str, TensorSpec]) -> str:
     module, _, leaf = name.rpartition(".")
     if leaf in ("weight_scale", "weight_scale_2", "input_scale") and f"{module}.weight" in stored:
-        return f": the quantisation map says {module} is quantised, so its scale must be there; export it again or correct the map"
+        return f": the quantisation map says {module} is quantised; export its scale or correct the map"
     if name.startswith("mtp."):
         return ": config.json announces MTP layers; fetch their shard or set num_nextn_predict_layers to 0"
     return ": fetch the shard that has it"
@@ -177,7 +179,9 @@ def _mismatch_hint(config: ModelConfig, entry: ExpectedTensor, spec: TensorSpec)
         return f": the quantisation map says {config.quantization.format_of(module)}; exclude {module} or quantise it"
     if ".mixer.in_proj" in entry.name or ".mixer.out_proj" in entry.name or ".conv1d" in entry.name:
         inner = config.mamba_inner_size
-        return f": the scan has mamba_num_heads x mamba_head_dim = {inner} channels, not expand x hidden_size; correct config.json"
+        return (
+            f": the scan has mamba_num_heads x mamba_head_dim = {inner} channels, not expand x hidden_size; correct it"
+        )
     return "; correct config.json or export the tensor again"
 
 
@@ -185,7 +189,9 @@ def _unexpected_hint(config: ModelConfig, name: str) -> str:
     module, _, leaf = name.rpartition(".")
     if leaf in ("weight_scale", "weight_scale_2", "input_scale"):
         pattern = config.quantization.excluding_pattern(module)
-        why = f"exclude_modules has {pattern!r}" if pattern else f"its format is {config.quantization.format_of(module)}"
+        why = (
+            f"exclude_modules has {pattern!r}" if pattern else f"its format is {config.quantization.format_of(module)}"
+        )
         return f": {module} has no such scale, because {why}; correct hf_quant_config.json or drop the tensor"
     if leaf in ("k_scale", "v_scale"):
         return ": kv_cache_quant_algo is not FP8; set it in hf_quant_config.json or drop the tensor"

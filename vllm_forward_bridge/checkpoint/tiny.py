@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a tiny nemotron_h repository in ModelOpt's exact format, built so that wrong code shows.
 
-d_inner is not expand x hidden, every section has another size, each expert and layer has its own scales, FP8 scales are not
-amax / 448, KV scales do not fit bf16, and NVFP4 matrices hold a zero block, codes 8 and blocks of both kinds of four-over-six.
+d_inner is not expand x hidden, every section has another size, each expert and layer has its own scales, FP8 scales
+are not amax / 448, KV scales do not fit bf16, and NVFP4 matrices hold a zero block, codes 8 and blocks of both kinds of
+four-over-six.
 """
 
 import hashlib
@@ -54,7 +55,9 @@ def make_tiny_checkpoint(path: str | Path, *, seed: int = 0, chunk_size: int = 1
     modules = [entry.name.removesuffix(".weight") for entry in tensor_table(plain) if entry.name.endswith(".weight")]
     quant_json = quantization_json(kind, modules)
     files = tokenizer_files()
-    files["generation_config.json"] = _text({"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 0, "do_sample": True})
+    files["generation_config.json"] = _text(
+        {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 0, "do_sample": True}
+    )
     if quant_json:
         config_json["quantization_config"] = quantization_config_json(quant_json)
         files["hf_quant_config.json"] = _text(quant_json)
@@ -90,7 +93,7 @@ def _tensors(config: ModelConfig, family: Family, seed: int) -> dict[str, Tensor
 
 
 def _specs(config: ModelConfig, family: Family, tensors: dict[str, Tensor]) -> list[TensorSpec]:
-    """Place each tensor: a shard for the root, one for each layer, one for the MTP block, as ModelOpt's exporter does."""
+    """Place each tensor: a shard for the root, one a layer, one for the MTP block, as ModelOpt's exporter does."""
     groups: dict[str, list[str]] = {}
     for entry in tensor_table(config):
         parts = entry.name.split(".")

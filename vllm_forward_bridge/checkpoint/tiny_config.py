@@ -52,7 +52,13 @@ FAMILIES = {
     "lightning_bf16": Family(),
     "nano_nvfp4": Family(
         quant_algo="NVFP4",
-        exclude=("lm_head", "backbone.layers.2.mixer.in_proj", "backbone.layers.2.mixer.out_proj", *_ATTENTION, "*.conv1d"),
+        exclude=(
+            "lm_head",
+            "backbone.layers.2.mixer.in_proj",
+            "backbone.layers.2.mixer.out_proj",
+            *_ATTENTION,
+            "*.conv1d",
+        ),
         kv_cache=True,
         mtp=False,
         legacy_keys=True,
@@ -89,14 +95,15 @@ FAMILIES = {
 
 
 def model_json(family: Family, chunk_size: int) -> dict:
-    """Return config.json without quantization_config; sizes that are equal by accident in other models all differ here."""
+    """Return config.json without quantization_config; sizes that other models have equal by accident all differ."""
     config = {
         "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
-        "chunk_size": chunk_size, "conv_kernel": 4, "dtype": "bfloat16", "eos_token_id": 2, "expand": 2, "head_dim": 128,
-        "hidden_dropout": 0.0, "hidden_size": 192, "initializer_range": 0.02, "intermediate_size": 128,
+        "chunk_size": chunk_size, "conv_kernel": 4, "dtype": "bfloat16", "eos_token_id": 2, "expand": 2,
+        "head_dim": 128, "hidden_dropout": 0.0, "hidden_size": 192, "initializer_range": 0.02, "intermediate_size": 128,
         "layer_norm_epsilon": 1e-05, "mamba_head_dim": 32, "mamba_hidden_act": "silu", "mamba_num_heads": 16,
-        "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 8192, "mlp_bias": False,
-        "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "moe_intermediate_size": 128, "moe_latent_size": None,
+        "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 8192,
+        "mlp_bias": False, "mlp_hidden_act": "relu2", "model_type": "nemotron_h",
+        "moe_intermediate_size": 128, "moe_latent_size": None,
         "moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True, "n_group": 1, "n_groups": 2,
         "n_routed_experts": 8, "n_shared_experts": 1, "norm_eps": 1e-05, "norm_topk_prob": True,
         "num_attention_heads": 4, "num_experts_per_tok": 3, "num_hidden_layers": len(PATTERN), "num_key_value_heads": 2,
@@ -115,7 +122,11 @@ def model_json(family: Family, chunk_size: int) -> dict:
         config["layers_block_type"] = [_WORDS[letter] for letter in PATTERN]
     if family.mtp:
         config["num_nextn_predict_layers"] = 1
-        words = {"mtp_hybrid_override_pattern": "*E"} if family.legacy_keys else {"mtp_layers_block_type": ["attention", "moe"]}
+        words = (
+            {"mtp_hybrid_override_pattern": "*E"}
+            if family.legacy_keys
+            else {"mtp_layers_block_type": ["attention", "moe"]}
+        )
         config.update(words)
     return dict(sorted(config.items()))
 
@@ -134,7 +145,9 @@ def quantization_json(family: Family, modules: list[str]) -> dict | None:
         quantization["group_size"] = 16
     # A trailing-star glob is ModelOpt's own; the others stand for the names they match.
     excluded = {glob for glob in family.exclude if glob == "mtp*"}
-    excluded |= {m for m in modules if not m.startswith("mtp.") and any(fnmatch.fnmatchcase(m, g) for g in family.exclude)}
+    excluded |= {
+        m for m in modules if not m.startswith("mtp.") and any(fnmatch.fnmatchcase(m, g) for g in family.exclude)
+    }
     quantization["exclude_modules"] = sorted(excluded)
     if family.layer_formats:
         layers = {}
@@ -184,7 +197,15 @@ def tokenizer_files() -> dict[str, str]:
     vocab = {token: place for place, token in enumerate(special)}
     vocab |= {letter: len(special) + byte for byte, letter in enumerate(_byte_letters())}
     added = [
-        {"id": place, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        {
+            "id": place,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
         for place, token in enumerate(special)
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -192,8 +213,9 @@ def tokenizer_files() -> dict[str, str]:
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
         "pre_tokenizer": level, "post_processor": None, "decoder": level,
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-            "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": [],
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False,
+            "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": [],
         },
     }  # fmt: skip
     config = {
