@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megatron.vllm_forward.rl.trajectory import Trajectory, from_completion, pack, pad_rows, plan_rows, silent_copy
+from megatron.vllm_forward.rl.trajectory import Trajectory, from_completion, pack, pad_rows, plan_rows, silent_row
 from vllm_forward_bridge.parity.bits import assert_same_bits
 from vllm_forward_bridge.rollout.protocol import Completion
 
@@ -52,6 +52,7 @@ def test_row_scores_the_next_token():
     assert row.rollout_logprob_T.tolist() == [0, 0, -0.5, -1.0, -1.5, -2.0, 0, -0.5]
     assert row.advantage_T.tolist() == [0.5] * 6 + [-1.0] * 2
     assert row.num_sampled == 5
+    assert row.slices() == [slice(0, 6), slice(6, 8)]
 
 
 def test_order_of_completion_does_not_change_the_batch():
@@ -90,12 +91,23 @@ def test_padding_is_a_sequence_of_its_own():
     assert not padded.sampled_T[6:].any()
 
 
-def test_silent_copy_counts_nothing():
-    row = pack([trajectory(0, 0)], [1.0], 64)[0]
-    silent = silent_copy(row)
+def test_silent_row_is_short_and_counts_nothing():
+    silent = silent_row([trajectory(0, 0), trajectory(0, 1, drawn=1)], 64)
+    assert len(silent.tokens_T) == 3
     assert silent.num_sampled == 0
+    assert silent.slices() == []
     assert not silent.advantage_T.any()
-    assert_same_bits(silent.tokens_T, row.tokens_T, "a silent copy runs the same tokens")
+    assert not silent.rollout_logprob_T.any()
+
+
+def test_expert_ids_follow_their_tokens_and_padding_repeats_none():
+    first, second = torch.randint(8, (6, 2, 3)), torch.randint(8, (3, 2, 3))
+    row = pack([trajectory(0, 1, drawn=1, expert_ids=second), trajectory(0, 0, expert_ids=first)], [1.0, 1.0], 64)[0]
+    assert_same_bits(row.expert_ids_TLk, torch.cat([first, second]), "experts are in the order of the tokens")
+    padded = pad_rows([row], 12)[0]
+    assert padded.expert_ids_TLk.shape == (12, 2, 3)
+    assert all(len(set(slots)) == 3 for token in padded.expert_ids_TLk[9:].tolist() for slots in token)
+    assert pack([trajectory(0, 0, expert_ids=first), trajectory(0, 1)], [1.0, 1.0], 64)[0].expert_ids_TLk is None
 
 
 @pytest.mark.parametrize(("changes", "words"), [

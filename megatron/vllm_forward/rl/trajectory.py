@@ -6,7 +6,7 @@ T packed tokens of a row, S sequences of a row.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -92,14 +92,25 @@ class Row:
     """float32; 0 where not sampled."""
     advantage_T: Tensor
     trajectories: tuple[Trajectory, ...]
+    """One for each of the first sequences; sequences of padding have none."""
+    expert_ids_TLk: Tensor | None = None
     old_logprob_T: Tensor | None = None
     weight_T: Tensor | None = None
-    reference_logprob_T: Tensor | None = None
 
     @property
     def num_sampled(self) -> int:
         """Count the tokens that the loss averages over."""
         return int(self.sampled_T.sum())
+
+    def slices(self) -> list[slice]:
+        """Return where each trajectory lies."""
+        bounds = self.cu_seqlens_S1.tolist()
+        return [slice(bounds[at], bounds[at + 1]) for at in range(len(self.trajectories))]
+
+    def to(self, device: torch.device) -> "Row":
+        """Return the row with its tensors on `device`."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
 
 def plan_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -142,6 +153,7 @@ def _row(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> Row
     cumulative = torch.tensor([0, *lengths]).cumsum(0)
     sampled_T = _flat((t.sampled[1:] for t in trajectories), torch.bool)
     logprob_T = _flat((t.logprobs[1:] for t in trajectories), torch.float32)
+    recorded = all(t.expert_ids is not None for t in trajectories)
     return Row(
         tokens_T=_flat((t.token_ids[:-1] for t in trajectories), torch.int64),
         labels_T=_flat((t.token_ids[1:] for t in trajectories), torch.int64),
@@ -151,6 +163,7 @@ def _row(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> Row
         rollout_logprob_T=torch.where(sampled_T, logprob_T, 0.0),
         advantage_T=torch.tensor(advantages, dtype=torch.float32).repeat_interleave(torch.tensor(lengths)),
         trajectories=tuple(trajectories),
+        expert_ids_TLk=torch.cat([t.expert_ids for t in trajectories]) if recorded else None,
     )
 
 
@@ -158,20 +171,12 @@ def _flat(parts: Iterable[Sequence], dtype: torch.dtype) -> Tensor:
     return torch.tensor([value for part in parts for value in part], dtype=dtype)
 
 
-def silent_copy(row: Row) -> Row:
-    """Return the row with no sampled token: it runs, teaches nothing and counts nothing."""
-    nothing = torch.zeros_like(row.sampled_T)
-    zeros = torch.zeros_like(row.rollout_logprob_T)
-    return Row(
-        tokens_T=row.tokens_T,
-        labels_T=row.labels_T,
-        positions_T=row.positions_T,
-        cu_seqlens_S1=row.cu_seqlens_S1,
-        sampled_T=nothing,
-        rollout_logprob_T=zeros,
-        advantage_T=zeros,
-        trajectories=(),
-    )
+def silent_row(trajectories: Sequence[Trajectory], row_tokens: int) -> Row:
+    """Return a short row without sampled tokens: it runs, so that ranks stay in step, but teaches nothing."""
+    shortest = min(trajectories, key=lambda trajectory: len(trajectory.token_ids))
+    row = pack([shortest], [0.0], row_tokens)[0]
+    silent_T, zero_T = torch.zeros_like(row.sampled_T), torch.zeros_like(row.rollout_logprob_T)
+    return replace(row, trajectories=(), sampled_T=silent_T, rollout_logprob_T=zero_T)
 
 
 def pad_rows(rows: Sequence[Row], length: int) -> list[Row]:
@@ -180,16 +185,15 @@ def pad_rows(rows: Sequence[Row], length: int) -> list[Row]:
 
 
 def _padded(row: Row, missing: int) -> Row:
-    def grow(values: Tensor) -> Tensor:
-        return torch.cat([values, values.new_zeros(missing)])
-
-    return Row(
-        tokens_T=grow(row.tokens_T),
-        labels_T=grow(row.labels_T),
-        positions_T=torch.cat([row.positions_T, torch.arange(missing)]),
-        cu_seqlens_S1=torch.cat([row.cu_seqlens_S1, row.cu_seqlens_S1[-1:] + missing]),
-        sampled_T=grow(row.sampled_T),
-        rollout_logprob_T=grow(row.rollout_logprob_T),
-        advantage_T=grow(row.advantage_T),
-        trajectories=row.trajectories,
-    )
+    grown = {
+        name: torch.cat([value, value.new_zeros(missing, *value.shape[1:])])
+        for name, value in vars(row).items()
+        if isinstance(value, Tensor) and name not in ("cu_seqlens_S1", "expert_ids_TLk")
+    }
+    grown["positions_T"] = torch.cat([row.positions_T, torch.arange(missing)])
+    grown["cu_seqlens_S1"] = torch.cat([row.cu_seqlens_S1, row.cu_seqlens_S1[-1:] + missing])
+    if row.expert_ids_TLk is not None:
+        # The experts of padding are any distinct ones: a router never chooses one twice.
+        first_L = torch.arange(row.expert_ids_TLk.shape[2]).expand(missing, *row.expert_ids_TLk.shape[1:])
+        grown["expert_ids_TLk"] = torch.cat([row.expert_ids_TLk, first_L])
+    return replace(row, **grown)
