@@ -10,7 +10,7 @@ whether it was prefilled, chunked or decoded.
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import packed, split_attention
+from vllm_forward_bridge.ops import fa3, packed, split_attention
 from vllm_forward_bridge.ops.arguments import check
 
 E4M3_LARGEST = 448.0
@@ -34,6 +34,9 @@ def quantize_kv(x: Tensor, scale: Tensor) -> Tensor:
     """
     check("quantize_kv", x=(x, torch.bfloat16, " ".join("abcdef"[: x.dim()])), scale=(scale, torch.float32, ""))
     return (x.float() / scale).clamp_(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).view(x.shape)
+
+
+quantize_kv.register_kernel("cuda")(fa3.quantize_kv)
 
 
 @quantize_kv.register_fake
@@ -80,6 +83,9 @@ def attention(
         lambda sequence_b1, position_bL: start_S[sequence_b1] + position_bL,
         k_scale.item(), v_scale.item(), softmax_scale, split_tokens,
     )  # fmt: skip
+
+
+attention.register_kernel("cuda")(fa3.attention)
 
 
 @attention.register_fake

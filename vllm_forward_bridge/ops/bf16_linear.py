@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import exact
+from vllm_forward_bridge.ops import exact, gemm_cuda
 from vllm_forward_bridge.ops.arguments import check
 from vllm_forward_bridge.ops.gradients import linear_gradients
 
@@ -29,6 +29,9 @@ def bf16_linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """
     check("bf16_linear", x_TK=(x_TK, torch.bfloat16, "T K"), weight_NK=(weight_NK, torch.bfloat16, "N K"))
     return exact.matmul(x_TK, weight_NK).float().bfloat16()
+
+
+bf16_linear.register_kernel("cuda")(gemm_cuda.bf16_linear)
 
 
 @bf16_linear.register_fake

@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import packed, split_attention
+from vllm_forward_bridge.ops import fa3, packed, split_attention
 from vllm_forward_bridge.ops.arguments import check
 from vllm_forward_bridge.ops.attention import head_problems, key_count_problems, split_problems
 
@@ -55,6 +55,9 @@ def cached_attention(
         lambda sequence_b1, position_bL: table_SB[sequence_b1, position_bL // page_tokens] * page_tokens + position_bL % page_tokens,
         k_scale.item(), v_scale.item(), softmax_scale, split_tokens,
     )  # fmt: skip
+
+
+cached_attention.register_kernel("cuda")(fa3.cached_attention)
 
 
 @cached_attention.register_fake

@@ -9,7 +9,7 @@ After vLLM's `causal_conv1d_fn` and `causal_conv1d_update`: a product of two bf1
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import exact, packed
+from vllm_forward_bridge.ops import conv_cuda, exact, packed
 
 _BLOCK_ELEMENTS = 1 << 17  # a block of fp32 that stays in the cache; changes time, never bits
 
@@ -53,6 +53,9 @@ def causal_conv1d(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor, cu_seqlens_S1
     live = len(row_T)
     torch.index_select(y_NC, 0, row_T - (len(taps_WC) - 1), out=y_TC[:live])
     return y_TC
+
+
+causal_conv1d.register_kernel("cuda")(conv_cuda.causal_conv1d)
 
 
 @causal_conv1d.register_fake

@@ -79,3 +79,38 @@ def to_pages(
     width = -(-max_kv_len // page_tokens)
     table = first_page_S[:, None] + torch.arange(width, device=device)
     return pages.view(num_pages, page_tokens, *codes_Lgd.shape[1:]), table.clamp(max=num_pages - 1).int()
+
+
+def quantize_kv(x: Tensor, scale: Tensor) -> Tensor:
+    """Return e4m3fn(clamp(f32(x) / scale, -448, 448)), elementwise."""
+    return (x.float() / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def attention(
+    q_Tqd: Tensor, k_Lgd: Tensor, v_Lgd: Tensor, k_scale: Tensor, v_scale: Tensor, cu_seqlens_q_S1: Tensor,
+    cu_seqlens_k_S1: Tensor, softmax_scale: float, split_tokens: int,
+) -> Tensor:  # fmt: skip
+    """Run `ops.attention`: quantise, page, attend. FA3 takes all keys as one split, whatever `split_tokens` is."""
+    # The host needs both bounds; one copy brings them and k_scale.
+    longest = [cu_seqlens_q_S1.diff().max(), cu_seqlens_k_S1.diff().max()]
+    bounds = torch.stack([*(length.double() for length in longest), k_scale.reshape(()).double()])
+    max_query_len, max_kv_len, host_k_scale = bounds.tolist()
+    key_pages, block_table = to_pages(quantize_kv(k_Lgd, k_scale), cu_seqlens_k_S1, int(max_kv_len))
+    value_pages, _ = to_pages(quantize_kv(v_Lgd, v_scale), cu_seqlens_k_S1, int(max_kv_len))
+    return paged_attention(
+        q_Tqd, key_pages, value_pages, block_table, cu_seqlens_q_S1, cu_seqlens_k_S1.diff(),
+        max_query_len=int(max_query_len), max_kv_len=int(max_kv_len),
+        softmax_scale=softmax_scale * host_k_scale, v_scale=v_scale,
+    )  # fmt: skip
+
+
+def cached_attention(
+    q_Tqd: Tensor, key_pages_YZgd: Tensor, value_pages_YZgd: Tensor, block_table_SB: Tensor, cu_seqlens_q_S1: Tensor,
+    kv_lens_S: Tensor, k_scale: Tensor, v_scale: Tensor, softmax_scale: float, split_tokens: int,
+) -> Tensor:  # fmt: skip
+    """Run `ops.cached_attention` on pages of codes; FA3 reads a bf16 copy of them."""
+    max_query_len, max_kv_len = int(cu_seqlens_q_S1.diff().max()), int(kv_lens_S.max())
+    return paged_attention(
+        q_Tqd, key_pages_YZgd.to(torch.bfloat16), value_pages_YZgd.to(torch.bfloat16), block_table_SB, cu_seqlens_q_S1, kv_lens_S,
+        max_query_len=max_query_len, max_kv_len=max_kv_len, softmax_scale=softmax_scale * k_scale.item(), v_scale=v_scale,
+    )  # fmt: skip

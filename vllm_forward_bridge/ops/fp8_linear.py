@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import exact
+from vllm_forward_bridge.ops import exact, gemm_cuda
 from vllm_forward_bridge.ops.arguments import check, require_master
 from vllm_forward_bridge.ops.gradients import linear_gradients
 from vllm_forward_bridge.quantization.fp8 import E4M3_MAX
@@ -56,6 +56,9 @@ def _features_problem(x_TK: Tensor) -> str:
     if x_TK.dim() and x_TK.shape[-1] > 1 << 17:
         return f"x_TK has K = {x_TK.shape[-1]}; up to 131072 is accepted, longer sums are not exact: split the layer"
     return ""
+
+
+fp8_linear.register_kernel("cuda")(gemm_cuda.fp8_linear)
 
 
 @fp8_linear.register_fake

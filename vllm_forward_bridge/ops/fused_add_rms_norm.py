@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from vllm_forward_bridge.ops import triton_rms_norm
 from vllm_forward_bridge.ops.arguments import check
 from vllm_forward_bridge.ops.gradients import wide
 from vllm_forward_bridge.ops.rms_norm import eps_problem, normalised, rms_norm_gradients
@@ -39,6 +40,9 @@ def fused_add_rms_norm(x_TH: Tensor, residual_TH: Tensor, gain_H: Tensor, eps: f
     # bits: the norm sees the rounded sum, the only tensor that crosses a layer, a pipeline stage or a recompute.
     sum_TH = (x_TH.float() + residual_TH.float()).bfloat16()
     return normalised(sum_TH.float(), eps).mul_(gain_H.float()).bfloat16(), sum_TH
+
+
+fused_add_rms_norm.register_kernel("cuda")(triton_rms_norm.fused_add_rms_norm)
 
 
 @fused_add_rms_norm.register_fake

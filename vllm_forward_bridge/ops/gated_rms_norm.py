@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import exact
+from vllm_forward_bridge.ops import exact, triton_gated_norm
 from vllm_forward_bridge.ops.arguments import check
 from vllm_forward_bridge.ops.gradients import wide
 from vllm_forward_bridge.ops.rms_norm import eps_problem, normalised, rms_norm_gradients
@@ -53,6 +53,9 @@ def _group_problem(y_TD: Tensor, group_size: int) -> str:
     if group_size > 0 and channels % group_size == 0:
         return ""
     return f"group_size is {group_size} with D = {channels}; a divisor of D is accepted: use D / n_groups"
+
+
+gated_rms_norm.register_kernel("cuda")(triton_gated_norm.gated_rms_norm)
 
 
 @gated_rms_norm.register_fake

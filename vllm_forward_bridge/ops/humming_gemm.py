@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_forward_bridge.ops.launch import kernel_form
+from vllm_forward_bridge.ops.triton_combine import relu_squared
 from vllm_forward_bridge.vllm_symbols import humming, symbol
 
 TILE_K = 64
@@ -62,9 +63,14 @@ def is_packed(codes: Tensor) -> bool:
     return codes.dtype == torch.int32
 
 
-def dense(x_TK: Tensor, packed: Tensor, packed_scale: Tensor, global_scale: Tensor, num_features: int) -> Tensor:
+def nvfp4_linear(
+    x_TK: Tensor, packed: Tensor, packed_scale: Tensor, global_scale: Tensor, weight_NK: Tensor | None = None,
+    num_features: int = 0,
+) -> Tensor:  # fmt: skip
     """Return bf16(sum_k x_k * (code * block_scale)_k * global_scale), fp32 accumulation over K tiles in order."""
+    _require_packed("nvfp4_linear", packed)
     x_TK = kernel_form(x_TK)
+    num_features = num_features or packed_scale.shape[-1]
     T, K = x_TK.shape
     if not T:
         return x_TK.new_empty(0, num_features)
@@ -76,31 +82,48 @@ def dense(x_TK: Tensor, packed: Tensor, packed_scale: Tensor, global_scale: Tens
     )  # fmt: skip
 
 
-def experts(
-    x_TH: Tensor, expert_ids_Tk: Tensor, fc1: tuple[Tensor, Tensor, Tensor], fc2: tuple[Tensor, Tensor, Tensor], activation
-) -> Tensor:
+def _require_packed(op: str, *codes: Tensor) -> None:
+    plain = [tensor for tensor in codes if not is_packed(tensor)]
+    if plain:
+        raise ValueError(
+            f"{op} on CUDA was given codes of {plain[0].dtype} {tuple(plain[0].shape)}; packed int32 codes are accepted, the "
+            "layout that the kernel reads: pass the result of operands.nvfp4_operands, made once for each version"
+        )
+
+
+def moe_experts(
+    x_TH: Tensor, expert_ids_Tk: Tensor,
+    fc1_packed: Tensor, fc1_packed_scale: Tensor, fc1_global_scale_E: Tensor,
+    fc2_packed: Tensor, fc2_packed_scale: Tensor, fc2_global_scale_E: Tensor,
+    fc1_weight_EFH: Tensor | None = None, fc2_weight_EHF: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return rows_TkH: each (token, slot) through its expert; a slot with id -1 is zero.
 
     Args:
         x_TH: bf16.
         expert_ids_Tk: int64, -1 for a slot that is not computed here.
-        fc1: packed codes [E, H/16, 2 F'], packed scale [E, H/16, F'], global scale [E].
-        fc2: packed codes [E, F/16, 2 H'], packed scale, global scale.
-        activation: bf16 -> bf16, applied between.
+        fc1_packed: int32 [E, H/16, 2 F'], and its scales.
+        fc2_packed: int32 [E, F/16, 2 H'], and its scales.
+        fc1_weight_EFH, fc2_weight_EHF: masters; the forward never reads them.
     """
+    _require_packed("moe_experts", fc1_packed, fc2_packed)
     x_TH = kernel_form(x_TH)
-    (T, H), top_k, E = x_TH.shape, expert_ids_Tk.shape[1], fc1[0].shape[0]
-    F = fc2[0].shape[1] * _GROUP
+    (T, H), top_k, E = x_TH.shape, expert_ids_Tk.shape[1], fc1_packed.shape[0]
+    F = fc2_packed.shape[1] * _GROUP
     rows = torch.zeros(T * top_k, H, dtype=x_TH.dtype, device=x_TH.device)
     if not T:
         return rows.view(0, top_k, H)
     tile = _SMALL_TILE_M if T * top_k <= _ROWS_PER_EXPERT_FOR_LARGE_TILE * E else _LARGE_TILE_M
     routing = _sorted_by_expert(expert_ids_Tk, tile, E)
     compute, tuning = _compute("indexed"), _tuning(tile)
-    inner = _gemm(x_TH, *fc1, layer=_layer(fc1[1].shape[-1], F, H, E), compute=compute, tuning=tuning, top_k=top_k, **routing)
+    inner = _gemm(
+        x_TH, fc1_packed, fc1_packed_scale, fc1_global_scale_E,
+        layer=_layer(fc1_packed_scale.shape[-1], F, H, E), compute=compute, tuning=tuning, top_k=top_k, **routing,
+    )  # fmt: skip
     _gemm(
-        activation(inner), *fc2, layer=_layer(fc2[1].shape[-1], H, F, E), compute=compute, tuning=tuning, outputs=rows, **routing
-    )
+        relu_squared(inner), fc2_packed, fc2_packed_scale, fc2_global_scale_E,
+        layer=_layer(fc2_packed_scale.shape[-1], H, F, E), compute=compute, tuning=tuning, outputs=rows, **routing,
+    )  # fmt: skip
     return rows.view(T, top_k, H)
 
 

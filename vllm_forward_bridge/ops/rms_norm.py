@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import exact
+from vllm_forward_bridge.ops import exact, triton_rms_norm
 from vllm_forward_bridge.ops.arguments import check
 from vllm_forward_bridge.ops.gradients import wide
 
@@ -44,6 +44,9 @@ def eps_problem(eps: float) -> str:
     if eps > 0.0:
         return ""
     return f"eps is {eps}; a positive number is accepted, a zero row would divide by zero: take the model's"
+
+
+rms_norm.register_kernel("cuda")(triton_rms_norm.rms_norm)
 
 
 @rms_norm.register_fake

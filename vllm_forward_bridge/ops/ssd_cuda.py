@@ -15,16 +15,16 @@ import triton
 from torch import Tensor
 
 from vllm_forward_bridge.ops.launch import kernel_form
-from vllm_forward_bridge.vllm_symbols import SSD_KERNELS, ssd_kernel, symbol
+from vllm_forward_bridge.vllm_symbols import ssd_kernel, symbol
 
 PINNED_CONFIGS = {
-    "bmm_chunk": ({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32}, 4, 4),
-    "chunk_cumsum": ({"BLOCK_SIZE_H": 8}, 4, 3),
-    "chunk_state": ({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32}, 4, 4),
-    "chunk_scan": ({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}, 4, 3),
-    "state_passing": ({"BLOCK_SIZE": 1024}, 4, 3),
+    "bmm_chunk": triton.Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32}, num_warps=4, num_stages=4),
+    "chunk_cumsum": triton.Config({"BLOCK_SIZE_H": 8}, num_warps=4, num_stages=3),
+    "chunk_state": triton.Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32}, num_warps=4, num_stages=4),
+    "chunk_scan": triton.Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}, num_warps=4, num_stages=3),
+    "state_passing": triton.Config({"BLOCK_SIZE": 1024}, num_warps=4, num_stages=3),
 }
-"""Kernel -> (tiles, num_warps, num_stages). num_warps is part of it: it decides the kind of matrix instruction."""
+"""One configuration a kernel. num_warps is part of it: it decides the kind of matrix instruction."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,9 @@ def plan_chunks(lengths: Sequence[int], chunk_size: int, device: torch.device) -
 
 def pin_kernels() -> None:
     """Leave each SSD kernel its one pinned configuration, so that nothing is timed; repeat calls change nothing."""
-    for name, (tiles, num_warps, num_stages) in PINNED_CONFIGS.items():
+    for name, wanted in PINNED_CONFIGS.items():
         kernel = ssd_kernel(name)
-        wanted = triton.Config(tiles, num_warps=num_warps, num_stages=num_stages)
-        if [_described(config) for config in kernel.configs] != [_described(wanted)]:
+        if _described(kernel.configs) != _described([wanted]):
             kernel.configs = [wanted]
             kernel.cache.clear()
 
@@ -73,17 +72,19 @@ def kernel_configs() -> dict[str, str]:
     Raises:
         RuntimeError: a kernel has another configuration than the pinned one.
     """
-    found = {name: [_described(config) for config in ssd_kernel(name).configs] for name in SSD_KERNELS}
-    wanted = {
-        name: [_described(triton.Config(tiles, num_warps=warps, num_stages=stages))]
-        for name, (tiles, warps, stages) in PINNED_CONFIGS.items()
-    }
+    found = {name: _described(ssd_kernel(name).configs) for name in PINNED_CONFIGS}
+    wanted = {name: _described([config]) for name, config in PINNED_CONFIGS.items()}
     drifted = [f"{name} has {found[name]}, pinned is {wanted[name]}" for name in wanted if found[name] != wanted[name]]
     if drifted:
         raise RuntimeError(
-            "SSD kernels are not pinned in this process:\n  - " + "\n  - ".join(drifted) + "\nCall pin_kernels() before the first scan"
+            "SSD kernels are not pinned in this process:\n  - " + "\n  - ".join(drifted) + "\n"
+            "Call pin_kernels() before the first scan, and let nothing else set their configurations"
         )
-    return {name: configs[0] for name, configs in found.items()}
+    return found
+
+
+def _described(configs: Sequence[triton.Config]) -> str:
+    return "; ".join(map(str, configs))
 
 
 def scan(
@@ -112,3 +113,16 @@ def scan(
     completed = (plan.boundary_chunk_S >= 0)[:, None, None, None]
     last_complete = states_ChPn[plan.boundary_chunk_S.clamp(min=0).long()]
     return y_ThP, torch.where(completed, last_complete, initial)
+
+
+def ssd_scan(
+    x_ThP: Tensor, dt_Th: Tensor, A_h: Tensor, B_TGn: Tensor, C_TGn: Tensor, D_h: Tensor, dt_bias_h: Tensor,
+    cu_seqlens_S1: Tensor, chunk_size: int, boundary_state_ShPn: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Plan the chunks from `cu_seqlens` (reads it back to the host) and scan."""
+    lengths = cu_seqlens_S1.diff().tolist()
+    if boundary_state_ShPn is None:
+        shape = (len(lengths), *x_ThP.shape[1:], B_TGn.shape[2])
+        boundary_state_ShPn = torch.zeros(shape, dtype=torch.float32, device=x_ThP.device)
+    plan = plan_chunks(lengths, chunk_size, x_ThP.device)
+    return scan(x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h, plan, chunk_size, boundary_state_ShPn)

@@ -31,6 +31,11 @@ def ssd_decay(A_log_h: Tensor) -> Tensor:
     return -exact.exp(A_log_h.float())
 
 
+@ssd_decay.register_kernel("cuda")
+def _(A_log_h):
+    return -torch.exp(A_log_h.float())
+
+
 @ssd_decay.register_fake
 def _(A_log_h):
     return torch.empty_like(A_log_h, dtype=torch.float32)

@@ -9,7 +9,7 @@ After vLLM's `mamba_chunk_scan_combined_varlen` without gate, with the chunk gri
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import exact, packed
+from vllm_forward_bridge.ops import exact, packed, ssd_cuda
 from vllm_forward_bridge.reference.ssd_scan import ssd_chunks
 
 _BLOCK_ELEMENTS = 1 << 18  # state elements a block of sequences holds, to stay in the cache; changes time, never bits
@@ -65,6 +65,9 @@ def ssd_scan(
     boundary = torch.empty_like(state)
     boundary[grid.order_S] = state
     return grid.gather(y, len(x_ThP)), boundary
+
+
+ssd_scan.register_kernel("cuda")(ssd_cuda.ssd_scan)
 
 
 @ssd_scan.register_fake
