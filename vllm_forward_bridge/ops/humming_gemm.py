@@ -96,8 +96,8 @@ def moe_experts(
     fc1_packed: Tensor, fc1_packed_scale: Tensor, fc1_global_scale_E: Tensor,
     fc2_packed: Tensor, fc2_packed_scale: Tensor, fc2_global_scale_E: Tensor,
     fc1_weight_EFH: Tensor | None = None, fc2_weight_EHF: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return rows_TkH: each (token, slot) through its expert; a slot with id -1 is zero.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return rows_TkH, each (token, slot) through its expert, and the first GEMM's rows TkF; zero where the id is -1.
 
     Args:
         x_TH: bf16.
@@ -110,21 +110,21 @@ def moe_experts(
     x_TH = kernel_form(x_TH)
     (T, H), top_k, E = x_TH.shape, expert_ids_Tk.shape[1], fc1_packed.shape[0]
     F = fc2_packed.shape[1] * _GROUP
-    rows = torch.zeros(T * top_k, H, dtype=x_TH.dtype, device=x_TH.device)
+    inner, rows = (torch.zeros(T * top_k, width, dtype=x_TH.dtype, device=x_TH.device) for width in (F, H))
     if not T:
-        return rows.view(0, top_k, H)
+        return rows.view(0, top_k, H), inner.view(0, top_k, F)
     tile = _SMALL_TILE_M if T * top_k <= _ROWS_PER_EXPERT_FOR_LARGE_TILE * E else _LARGE_TILE_M
     routing = _sorted_by_expert(expert_ids_Tk, tile, E)
     compute, tuning = _compute("indexed"), _tuning(tile)
-    inner = _gemm(
+    _gemm(
         x_TH, fc1_packed, fc1_packed_scale, fc1_global_scale_E,
-        layer=_layer(fc1_packed_scale.shape[-1], F, H, E), compute=compute, tuning=tuning, top_k=top_k, **routing,
+        layer=_layer(fc1_packed_scale.shape[-1], F, H, E), compute=compute, tuning=tuning, outputs=inner, top_k=top_k, **routing,
     )  # fmt: skip
     _gemm(
         relu_squared(inner), fc2_packed, fc2_packed_scale, fc2_global_scale_E,
         layer=_layer(fc2_packed_scale.shape[-1], H, F, E), compute=compute, tuning=tuning, outputs=rows, **routing,
     )  # fmt: skip
-    return rows.view(T, top_k, H)
+    return rows.view(T, top_k, H), inner.view(T, top_k, F)
 
 
 def _gemm(inputs, weight, weight_scale, global_scale, *, layer, compute, tuning, **rest) -> Tensor:

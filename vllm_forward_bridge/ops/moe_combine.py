@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from vllm_forward_bridge.ops import triton_combine
 from vllm_forward_bridge.ops.arguments import check
 from vllm_forward_bridge.ops.gradients import wide
 
@@ -43,6 +44,9 @@ def moe_combine(
         sum_TH += rows_TkH[:, slot].float().mul_(weights_Tk[:, slot : slot + 1])
     y_TH = sum_TH.bfloat16().float().mul_(routed_scaling_factor).bfloat16()
     return y_TH if shared_TH is None else (y_TH.float() + shared_TH.float()).bfloat16()
+
+
+moe_combine.register_kernel("cuda")(triton_combine.moe_combine)
 
 
 @moe_combine.register_fake

@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from vllm_forward_bridge.ops import triton_combine
 from vllm_forward_bridge.ops.gradients import wide
 
 
@@ -33,6 +34,9 @@ def relu_squared(x: Tensor) -> Tensor:
 def rectified_square(x: Tensor) -> Tensor:
     """Return max(x, 0)^2 in x's dtype, squared in at least fp32."""
     return wide(x).clamp(min=0.0).square().to(x.dtype)
+
+
+relu_squared.register_kernel("cuda")(triton_combine.relu_squared)
 
 
 @relu_squared.register_fake

@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import exact
+from vllm_forward_bridge.ops import exact, triton_router
 from vllm_forward_bridge.ops.arguments import check
 from vllm_forward_bridge.ops.gradients import linear_gradients, wide
 
@@ -58,6 +58,9 @@ def _top_k_problem(top_k: int, expert_bias_E: Tensor) -> str:
     if 1 <= top_k <= expert_bias_E.numel():
         return ""
     return f"top_k is {top_k}; 1 to {expert_bias_E.numel()} is accepted, the number of experts: take it from the model"
+
+
+_router.register_kernel("cuda")(triton_router.router)
 
 
 @_router.register_fake

@@ -43,7 +43,7 @@ def _logits_kernel(
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, E: tl.constexpr, TOP_K: tl.constexpr,
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, scores_ptr, E: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -69,6 +69,7 @@ def _choose_kernel(
     out = row * TOP_K + slots
     tl.store(weights_ptr + out, tl.div_rn(chosen_score, total), mask=slots < TOP_K)
     tl.store(ids_ptr + out, chosen_id.to(tl.int64), mask=slots < TOP_K)
+    tl.store(scores_ptr + out, chosen_score, mask=slots < TOP_K)
 
 
 def router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
@@ -87,16 +88,17 @@ def router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     return logits_TE
 
 
-def router(x_TH: Tensor, weight_EH: Tensor, expert_bias_E: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Launch the router; see `ops.router` for the formula."""
+def router(x_TH: Tensor, weight_EH: Tensor, expert_bias_E: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights, expert ids and the chosen scores; see `ops.router` for the formula."""
     require_dtype(expert_bias_E, torch.float32, "expert_bias", "router")
     logits_TE = router_logits(x_TH, weight_EH)
     T, E = logits_TE.shape
     weights_Tk = torch.empty(T, top_k, dtype=torch.float32, device=x_TH.device)
     ids_Tk = torch.empty(T, top_k, dtype=torch.int64, device=x_TH.device)
+    scores_Tk = torch.empty_like(weights_Tk)
     if T:
         _choose_kernel[(T,)](
-            logits_TE, kernel_form(expert_bias_E), weights_Tk, ids_Tk, E=E, TOP_K=top_k,
+            logits_TE, kernel_form(expert_bias_E), weights_Tk, ids_Tk, scores_Tk, E=E, TOP_K=top_k,
             BLOCK_E=next_power_of_2(E), BLOCK_K=next_power_of_2(top_k), num_warps=1, **NO_FUSION,
         )  # fmt: skip
-    return weights_Tk, ids_Tk
+    return weights_Tk, ids_Tk, scores_Tk
