@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A verifiable text task that a random model can learn in some dozen steps: say the letter that was asked for."""
+
+from dataclasses import dataclass
+
+BOS = 1
+FIRST_BYTE = 3
+"""Byte b is token 3 + b in the tiny checkpoint's tokenizer; 0, 1 and 2 are pad, begin and end."""
+LETTERS = "aeiou"
+
+
+def encode(text: str) -> tuple[int, ...]:
+    """Return the token ids of a text, after the beginning mark."""
+    return (BOS, *(FIRST_BYTE + byte for byte in text.encode()))
+
+
+def decode(token_ids: tuple[int, ...]) -> str:
+    """Return the text of token ids; ids that are no byte show as a question mark."""
+    text = bytes(token - FIRST_BYTE if 0 <= token - FIRST_BYTE < 256 else ord("?") for token in token_ids)
+    return text.decode("latin-1")
+
+
+@dataclass(frozen=True)
+class SayLetter:
+    """`say e:` asks for the letter e, as often as the answer has room.
+
+    reward = share of the answer's tokens that are the letter, plus `partial` times the share that are another of the
+    letters in use. The second part is a slope where the first is flat: a random model rarely says the right letter.
+    """
+
+    letters: str = LETTERS
+    partial: float = 0.2
+
+    def prompt(self, step: int, group: int) -> tuple[int, ...]:
+        """Return the prompt of a group; neighbouring groups ask for different letters."""
+        return encode(f"say {self.letters[(step + group) % len(self.letters)]}:")
+
+    def reward(self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> float:
+        """Grade an answer from 0 to 1."""
+        asked = prompt_ids[-2]
+        known = {FIRST_BYTE + ord(letter) for letter in self.letters}
+        right = sum(token == asked for token in token_ids)
+        near = sum(token in known and token != asked for token in token_ids)
+        return (right + self.partial * near) / len(token_ids)
