@@ -55,7 +55,7 @@ class MambaWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """An attention mixer; q, k and v are one matrix, its rows in this order."""
+    """An attention mixer; q, k and v are one matrix: for each KV head its query heads, its key, its value."""
 
     qkv_proj: Linear
     o_proj: Linear
@@ -159,14 +159,16 @@ def _mamba(source: _Source, mixer: str) -> MambaWeights:
 
 
 def _attention(source: _Source, mixer: str) -> AttentionWeights:
-    rows = [source.tensor(f"{mixer}.{letter}_proj.weight") for letter in "qkv"]
+    # By KV head, as Megatron stacks them, so that recordings of both sides can be compared column by column.
+    groups = source.config.num_key_value_heads
+    parts = [source.tensor(f"{mixer}.{letter}_proj.weight").unflatten(0, (groups, -1)) for letter in "qkv"]
     scales = {}
     for letter in "kv":
         name = f"{mixer}.{letter}_proj.{letter}_scale"
         # A repository that declares an FP8 cache and stores no scale means 1.
         stored = source.tensor(name) if name in source.tensors else torch.ones((), device=source.device)
         scales[letter] = stored.reshape(())
-    qkv_proj = Linear("BF16", (torch.cat(rows),))
+    qkv_proj = Linear("BF16", (torch.cat(parts, dim=1).flatten(0, 1),))
     return AttentionWeights(qkv_proj, source.linear(f"{mixer}.o_proj"), scales["k"], scales["v"])
 
 
