@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ordinary kernels under the names of the contract's ops: what a trainer runs that does not care about the rollout.
+
+Same signatures as `bridged`. Weights are bf16(dequantised deployment bytes), straight-through to the masters; products
+are BLAS, attention is SDPA, the scan is sequential, experts are summed as usual. Close to the bridged forward, never
+the same bits.
+"""
+
+# Legend: T tokens, S sequences, H hidden, K in features, N out features, E experts, k slots, F expert width, C conv
+# channels, W conv width, h mamba heads, P mamba head dim, G groups, n state size, q query heads, g kv heads, d head dim.
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_forward_bridge.ops.logprob import logprob as logprob
+from vllm_forward_bridge.quantization import Nvfp4Bytes, fp8_dequantize, nvfp4_dequantize
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Value of the deployment bytes, gradient of the master."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, master: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+def rms_norm(x_TH: Tensor, gain_H: Tensor, eps: float) -> Tensor:
+    """Return torch's rms_norm."""
+    return F.rms_norm(x_TH, gain_H.shape, gain_H, eps)
+
+
+def gated_rms_norm(y_TD: Tensor, gate_TD: Tensor, gain_D: Tensor, group_size: int, eps: float) -> Tensor:
+    """Gate, normalise within groups, weigh: one cast at the end."""
+    gated = (y_TD.float() * F.silu(gate_TD.float())).unflatten(1, (-1, group_size))
+    return (F.rms_norm(gated, (group_size,), None, eps).flatten(1) * gain_D.float()).to(y_TD.dtype)
+
+
+def bf16_linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Multiply by BLAS."""
+    return F.linear(x_TK, weight_NK)
+
+
+def fp8_linear(
+    x_TK: Tensor, codes_NK: Tensor, weight_scale: Tensor, input_scale: Tensor, weight_NK: Tensor
+) -> Tensor:
+    """Multiply by the dequantised weight; activations stay bf16."""
+    return F.linear(x_TK, _StraightThrough.apply(fp8_dequantize(codes_NK, weight_scale), weight_NK))
+
+
+def nvfp4_linear(x_TK: Tensor, codes: Tensor, block_scale: Tensor, global_scale: Tensor, weight_NK: Tensor) -> Tensor:
+    """Multiply by the dequantised weight."""
+    value = nvfp4_dequantize(Nvfp4Bytes(codes, block_scale, global_scale))
+    return F.linear(x_TK, _StraightThrough.apply(value, weight_NK))
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """Return relu(x)^2."""
+    return F.relu(x).square()
+
+
+def router(x_TH: Tensor, weight_EH: Tensor, expert_bias_E: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Choose by torch.topk."""
+    scores_TE = torch.sigmoid(F.linear(x_TH.float(), weight_EH.float()))
+    expert_ids_Tk = torch.topk(scores_TE.detach() + expert_bias_E, top_k, dim=1).indices
+    return _renormalised(scores_TE, expert_ids_Tk), expert_ids_Tk
+
+
+def replayed_router(x_TH: Tensor, weight_EH: Tensor, expert_ids_Tk: Tensor) -> Tensor:
+    """Return the weights of experts that the rollout chose (R3)."""
+    return _renormalised(torch.sigmoid(F.linear(x_TH.float(), weight_EH.float())), expert_ids_Tk)
+
+
+def _renormalised(scores_TE: Tensor, expert_ids_Tk: Tensor) -> Tensor:
+    chosen = scores_TE.gather(1, expert_ids_Tk)
+    return chosen / chosen.sum(dim=1, keepdim=True)
+
+
+def moe_experts(
+    x_TH: Tensor, expert_ids_Tk: Tensor,
+    fc1_codes: Tensor, fc1_block_scale: Tensor, fc1_global_scale: Tensor,
+    fc2_codes: Tensor, fc2_block_scale: Tensor, fc2_global_scale: Tensor,
+    fc1_weight_EFH: Tensor, fc2_weight_EHF: Tensor,
+) -> Tensor:  # fmt: skip
+    """Run each expert on the rows that chose it."""
+    fc1 = nvfp4_dequantize(Nvfp4Bytes(fc1_codes, fc1_block_scale, fc1_global_scale))
+    fc2 = nvfp4_dequantize(Nvfp4Bytes(fc2_codes, fc2_block_scale, fc2_global_scale))
+    fc1, fc2 = _StraightThrough.apply(fc1, fc1_weight_EFH), _StraightThrough.apply(fc2, fc2_weight_EHF)
+    slots, chosen = expert_ids_Tk.shape[1], expert_ids_Tk.flatten()
+    order = torch.argsort(chosen, stable=True)
+    counts = torch.bincount(chosen[chosen >= 0], minlength=len(fc1)).tolist()
+    # Rows that no expert here serves come first in the order, and stay zero.
+    skipped = len(chosen) - sum(counts)
+    parts = [x_TH.new_zeros(skipped, x_TH.shape[1])]
+    for expert, places in enumerate(order[skipped:].split(counts)):
+        rows = F.linear(x_TH[places // slots], fc1[expert])
+        parts.append(F.linear(relu_squared(rows), fc2[expert]))
+    return torch.cat(parts)[torch.argsort(order)].view(-1, slots, x_TH.shape[1])
+
+
+def moe_combine(rows_TkH: Tensor, weights_Tk: Tensor, routed_scaling_factor: float, shared_TH: Tensor | None) -> Tensor:
+    """Sum weighted rows in fp32, scale, add the shared expert, cast once."""
+    total = (rows_TkH.float() * (weights_Tk * routed_scaling_factor).unsqueeze(2)).sum(dim=1)
+    return (total if shared_TH is None else total + shared_TH.float()).to(rows_TkH.dtype)
+
+
+def causal_conv1d(
+    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor, cu_seqlens_S1: Tensor, tail_SWC: Tensor | None
+) -> Tensor:
+    """Convolve each sequence by torch.conv1d, then SiLU; starts from zeros."""
+    width = weight_CW.shape[1]
+    parts = []
+    for rows in _sequences(x_TC, cu_seqlens_S1):
+        padded = F.pad(rows.t().unsqueeze(0), (width - 1, 0))
+        parts.append(F.conv1d(padded, weight_CW.unsqueeze(1), bias_C, groups=len(weight_CW)).squeeze(0).t())
+    return F.silu(_whole(parts, x_TC))
+
+
+def ssd_decay(A_log_h: Tensor) -> Tensor:
+    """Return -exp(A_log)."""
+    return -A_log_h.float().exp()
+
+
+def ssd_scan(
+    x_ThP: Tensor, dt_Th: Tensor, A_h: Tensor, B_TGn: Tensor, C_TGn: Tensor, D_h: Tensor, dt_bias_h: Tensor,
+    cu_seqlens_S1: Tensor, chunk_size: int, boundary_state_ShPn: Tensor | None,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Scan step by step in fp32, all sequences side by side; no state is handed on."""
+    repeats = x_ThP.shape[1] // B_TGn.shape[1]
+    dt_Th = F.softplus(dt_Th.float() + dt_bias_h.float())
+    padded = [
+        torch.nn.utils.rnn.pad_sequence(_sequences(rows, cu_seqlens_S1))
+        for rows in (
+            torch.exp(dt_Th * A_h), x_ThP.float() * dt_Th.unsqueeze(2),
+            B_TGn.float().repeat_interleave(repeats, dim=1), C_TGn.float().repeat_interleave(repeats, dim=1),
+        )
+    ]  # fmt: skip
+    state_ShPn, steps = 0.0, []
+    for decay, x, B, C in zip(*(rows.unbind(0) for rows in padded), strict=True):
+        state_ShPn = state_ShPn * decay[..., None, None] + x.unsqueeze(3) * B.unsqueeze(2)
+        steps.append((state_ShPn @ C.unsqueeze(3)).squeeze(3))
+    y_LShP = torch.stack(steps)
+    lengths = cu_seqlens_S1.diff().tolist()
+    y_ThP = _whole([y_LShP[:length, place] for place, length in enumerate(lengths)], x_ThP)
+    return (y_ThP + x_ThP.float() * D_h.float().unsqueeze(1)).to(x_ThP.dtype), None
+
+
+def attention(
+    q_Tqd: Tensor, k_Lgd: Tensor, v_Lgd: Tensor, k_scale: Tensor, v_scale: Tensor,
+    cu_seqlens_q_S1: Tensor, cu_seqlens_k_S1: Tensor, softmax_scale: float, split_tokens: int,
+) -> Tensor:  # fmt: skip
+    """Attend by SDPA on bf16 keys and values, sequence by sequence."""
+    parts = []
+    keys = zip(_sequences(k_Lgd, cu_seqlens_k_S1), _sequences(v_Lgd, cu_seqlens_k_S1), strict=True)
+    for q, (k, v) in zip(_sequences(q_Tqd, cu_seqlens_q_S1), keys, strict=True):
+        first = len(k) - len(q)
+        visible = torch.arange(len(k), device=q.device) <= torch.arange(first, len(k), device=q.device).unsqueeze(1)
+        heads = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+        out = F.scaled_dot_product_attention(*heads, attn_mask=visible, scale=softmax_scale, enable_gqa=True)
+        parts.append(out.squeeze(0).transpose(0, 1))
+    return _whole(parts, q_Tqd)
+
+
+def _sequences(rows: Tensor, cu_seqlens_S1: Tensor) -> list[Tensor]:
+    ends = cu_seqlens_S1.tolist()
+    return [rows[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _whole(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Join sequences; rows after the last one are padding and become zero."""
+    joined = torch.cat(parts)
+    return torch.cat((joined, joined.new_zeros(len(like) - len(joined), *joined.shape[1:])))

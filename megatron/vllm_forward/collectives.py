@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges of whole rows between ranks: nothing is summed in a forward, so no layout can change a bit."""
+
+# Legend: R rows here, r ranks of the group; trailing dims are carried along.
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
+    return received
+
+
+class _AllToAllRows(torch.autograd.Function):
+    """An autograd.Function because a custom op cannot take a process group."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.way_back = (receive, send, group)
+        return _exchange(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        return _exchange(grad, *ctx.way_back), None, None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    """An autograd.Function because a custom op cannot take a process group."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = rows.new_empty(rows.shape[0] * group.size(), *rows.shape[1:])
+        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        ranks = ctx.group.size()
+        counts = [grad.shape[0] // ranks] * ranks
+        parts = _exchange(grad, counts, counts, ctx.group).unflatten(0, (ranks, -1))
+        return parts.float().sum(dim=0).to(grad.dtype), None
+
+
+def all_to_all_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Send consecutive runs of rows to the ranks of a group, and return what they sent, in rank order."""
+    return _AllToAllRows.apply(rows, send, receive, group)
+
+
+def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks in rank order; every rank gives the same number. Backward sums in fp32."""
+    return _GatherRows.apply(rows, group)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules with deployment names: bf16 master parameters, and beside them the bytes that the forward reads."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from vllm_forward_bridge.quantization import RequantizeReport
+
+
+@dataclass(frozen=True)
+class View:
+    """One deployment tensor: an alias of the storage of a module."""
+
+    name: str
+    """Relative to the owner's deployment name."""
+    tensor: Tensor
+    """Has the deployment dtype; writing into it writes into the module."""
+    shape: tuple[int, ...]
+    """Deployment shape; the alias may have another one with the same element order."""
+
+    def write(self, source: Tensor) -> None:
+        """Copy a deployment tensor into the module.
+
+        Raises:
+            ValueError: dtype or shape is not the deployment one.
+        """
+        if source.dtype != self.tensor.dtype or tuple(source.shape) != self.shape:
+            raise ValueError(
+                f"{self.name} is {source.dtype} {tuple(source.shape)}; "
+                f"{self.tensor.dtype} {self.shape} is needed, the format that the model was built with"
+            )
+        self.tensor.copy_(source.reshape(self.tensor.shape))
+
+    def read(self) -> Tensor:
+        """Return the deployment tensor, contiguous; it may alias the module."""
+        return self.tensor.detach().reshape(self.shape).contiguous()
+
+
+class Deployed(nn.Module):
+    """Base of every bridged module that owns parameters or bytes.
+
+    A subclass registers bytes with `register_bytes` and overrides the four functions at the end.
+    """
+
+    # Versions of the parameters and of the bytes derived from them; see versions.py.
+    master_version = 0
+    bytes_version = 0
+    tp_group = None
+
+    def register_bytes(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+        """Register a buffer whose dtype never changes: Float16Module casts all other floats to bf16."""
+        self.register_buffer(name, tensor, persistent=persistent)
+        # Not a class attribute: each instance has its own names.
+        self.__dict__.setdefault("byte_names", []).append(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        kept = {name: self._buffers[name] for name in self.__dict__.get("byte_names", ())}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            if self._buffers[name].dtype != before.dtype:
+                self._buffers[name] = before.to(self._buffers[name].device)
+        return self
+
+    def check_current(self) -> None:
+        """Raise if the bytes are older than the masters."""
+        if self.bytes_version != self.master_version:
+            raise RuntimeError(
+                f"{type(self).__name__} would run on bytes of version {self.bytes_version} while its masters have version "
+                f"{self.master_version}; requantise first: optimizer_hook.install must wrap the optimizer that stepped"
+            )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Name every own parameter and byte buffer `prefix + name`; all are the same on every data-parallel rank."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+    def deployment_views(self) -> Iterator[View]:
+        """Yield an alias of each deployment tensor of this module."""
+        return iter(())
+
+    def quantize_masters(self) -> None:
+        """Derive bytes from the masters alone: scales from their largest magnitudes."""
+
+    def requantize_masters(self) -> RequantizeReport:
+        """Bring the bytes up to date with the masters in place; scales and unchanged blocks stay."""
+        return RequantizeReport(0, 0)
+
+    def restore_masters(self) -> None:
+        """Set the masters to the values of the bytes."""
+
+
+class Parameters(Deployed):
+    """A module whose deployment tensors are its bf16 parameters themselves."""
+
+    def deployment_views(self) -> Iterator[View]:
+        """Yield each own parameter under its own name."""
+        for name, parameter in self.named_parameters(recurse=False):
+            yield View(name, parameter.data, tuple(parameter.shape))
+
+
+def sum_reports(reports: Iterator[RequantizeReport]) -> RequantizeReport:
+    """Add reports up."""
+    changed = overflowed = 0
+    for report in reports:
+        changed += report.changed_blocks
+        overflowed += report.overflowed_blocks
+    return RequantizeReport(changed, overflowed)
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Allocate a parameter where Megatron allocates: on the current device."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=torch.cuda.current_device()))

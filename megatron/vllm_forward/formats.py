@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three formats of a weight matrix on a Megatron module: BF16, FP8 and NVFP4 with bf16 activations.
+
+A format keeps its bytes as buffers of the module, next to the master parameter `weight`. Float8 bytes are held as
+uint8, so that neither a dtype cast nor a checkpoint can read them as numbers.
+"""
+
+# Legend: ... stacked leading dims (experts), N out features, K in features.
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.vllm_forward.deployed import Deployed, View
+from vllm_forward_bridge.quantization import (
+    Fp8Bytes,
+    Nvfp4Bytes,
+    RequantizeReport,
+    fp8_dequantize,
+    fp8_quantize,
+    nvfp4_dequantize,
+    nvfp4_quantize,
+    requantize_fp8,
+    requantize_nvfp4,
+)
+from vllm_forward_bridge.quantization.fp8 import e4m3_scale
+
+_E4M3 = torch.float8_e4m3fn
+
+
+class WeightFormat(Protocol):
+    """What a linear or an expert stack asks of its format."""
+
+    def register(self, module: Deployed) -> None:
+        """Give the module its byte buffers."""
+
+    def product(self, kernels: ModuleType, module: Deployed, x_TK: Tensor) -> Tensor:
+        """Return y_TN of one matrix."""
+
+    def views(self, module: Deployed, name: str) -> Iterator[View]:
+        """Yield the deployment tensors of one matrix called `name`."""
+
+    def quantize(self, module: Deployed) -> None:
+        """Derive the bytes from the master alone."""
+
+    def requantize(self, module: Deployed) -> RequantizeReport:
+        """Bring the bytes up to date with the master."""
+
+    def restore(self, module: Deployed) -> None:
+        """Set the master to bf16(dequantised bytes)."""
+
+
+class Bf16:
+    """The parameter is the deployment tensor."""
+
+    def register(self, module: Deployed) -> None:
+        """Need nothing."""
+
+    def product(self, kernels: ModuleType, module: Deployed, x_TK: Tensor) -> Tensor:
+        """Multiply by the parameter."""
+        return kernels.bf16_linear(x_TK, module.weight)
+
+    def views(self, module: Deployed, name: str) -> Iterator[View]:
+        """Yield the weight."""
+        yield View(f"{name}.weight", module.weight.data, tuple(module.weight.shape))
+
+    def quantize(self, module: Deployed) -> None:
+        """Need nothing."""
+
+    def requantize(self, module: Deployed) -> RequantizeReport:
+        """Need nothing."""
+        return RequantizeReport(0, 0)
+
+    def restore(self, module: Deployed) -> None:
+        """Need nothing."""
+
+
+class Fp8:
+    """Codes [N, K], one weight scale, one static input scale."""
+
+    def register(self, module: Deployed) -> None:
+        """Give the module fp8_codes, fp8_weight_scale [] and fp8_input_scale [1], the ranks of released checkpoints."""
+        weight = module.weight
+        module.register_bytes("fp8_codes", torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device))
+        module.register_bytes("fp8_weight_scale", torch.ones((), dtype=torch.float32, device=weight.device))
+        module.register_bytes("fp8_input_scale", torch.ones(1, dtype=torch.float32, device=weight.device))
+
+    def product(self, kernels: ModuleType, module: Deployed, x_TK: Tensor) -> Tensor:
+        """Quantise the input with the static scale and multiply codes."""
+        codes = module.fp8_codes.view(_E4M3)
+        return kernels.fp8_linear(x_TK, codes, module.fp8_weight_scale, module.fp8_input_scale, module.weight)
+
+    def views(self, module: Deployed, name: str) -> Iterator[View]:
+        """Yield codes and scales."""
+        yield View(f"{name}.weight", module.fp8_codes.view(_E4M3), tuple(module.fp8_codes.shape))
+        yield View(f"{name}.weight_scale", module.fp8_weight_scale, ())
+        yield View(f"{name}.input_scale", module.fp8_input_scale, (1,))
+
+    def quantize(self, module: Deployed) -> None:
+        """Take amax / 448 as weight scale; the input scale stays what it is (1 in a model built from scratch)."""
+        module.fp8_weight_scale.copy_(e4m3_scale(module.weight.detach().abs().amax()))
+        module.fp8_codes.copy_(fp8_quantize(module.weight.detach(), module.fp8_weight_scale).view(torch.uint8))
+
+    def requantize(self, module: Deployed) -> RequantizeReport:
+        """Quantise changed elements with the fixed scale."""
+        new, report = requantize_fp8(module.weight.detach(), self._bytes(module))
+        module.fp8_codes.copy_(new.codes.view(torch.uint8))
+        return report
+
+    def restore(self, module: Deployed) -> None:
+        """Set the master to bf16(code * scale)."""
+        stored = self._bytes(module)
+        module.weight.data.copy_(fp8_dequantize(stored.codes, stored.weight_scale))
+
+    @staticmethod
+    def _bytes(module: Deployed) -> Fp8Bytes:
+        return Fp8Bytes(module.fp8_codes.view(_E4M3), module.fp8_weight_scale, module.fp8_input_scale)
+
+
+class Nvfp4:
+    """Codes [..., N, K/2], block scales [..., N, K/16], one global scale a matrix; activations stay bf16."""
+
+    def __init__(self, four_over_six: bool) -> None:
+        self.four_over_six = four_over_six
+
+    def register(self, module: Deployed) -> None:
+        """Give the module nvfp4_codes, nvfp4_block_scale and nvfp4_global_scale."""
+        *stack, rows, columns = module.weight.shape
+        device = module.weight.device
+        module.register_bytes("nvfp4_codes", torch.zeros(*stack, rows, columns // 2, dtype=torch.uint8, device=device))
+        scales = torch.zeros(*stack, rows, columns // 16, dtype=torch.uint8, device=device)
+        module.register_bytes("nvfp4_block_scale", scales)
+        module.register_bytes("nvfp4_global_scale", torch.ones(stack, dtype=torch.float32, device=device))
+
+    def product(self, kernels: ModuleType, module: Deployed, x_TK: Tensor) -> Tensor:
+        """Multiply by the dequantised weight."""
+        return kernels.nvfp4_linear(x_TK, *self.tensors(module), module.weight)
+
+    def tensors(self, module: Deployed) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, block scales as e4m3, and global scales."""
+        return module.nvfp4_codes, module.nvfp4_block_scale.view(_E4M3), module.nvfp4_global_scale
+
+    def views(self, module: Deployed, name: str) -> Iterator[View]:
+        """Yield codes and scales of one matrix; `name` may have a place for the index of a stacked one."""
+        tensors = self.tensors(module)
+        names = ("weight", "weight_scale", "weight_scale_2")
+        if module.weight.dim() == 2:
+            yield from (View(f"{name}.{n}", t, tuple(t.shape)) for n, t in zip(names, tensors, strict=True))
+            return
+        for index in range(module.weight.shape[0]):
+            for n, stacked in zip(names, tensors, strict=True):
+                yield View(f"{name.format(index)}.{n}", stacked[index], tuple(stacked.shape[1:]))
+
+    def quantize(self, module: Deployed) -> None:
+        """Derive every scale from the master."""
+        self._store(module, nvfp4_quantize(module.weight.detach(), four_over_six=self.four_over_six))
+
+    def requantize(self, module: Deployed) -> RequantizeReport:
+        """Quantise changed blocks; the global scale stays unless a block would overflow it."""
+        old = Nvfp4Bytes(*self.tensors(module))
+        new, report = requantize_nvfp4(module.weight.detach(), old, four_over_six=self.four_over_six)
+        self._store(module, new)
+        return report
+
+    def restore(self, module: Deployed) -> None:
+        """Set the master to bf16(dequantised)."""
+        module.weight.data.copy_(nvfp4_dequantize(Nvfp4Bytes(*self.tensors(module))))
+
+    @staticmethod
+    def _store(module: Deployed, new: Nvfp4Bytes) -> None:
+        module.nvfp4_codes.copy_(new.codes)
+        module.nvfp4_block_scale.copy_(new.block_scale.view(torch.uint8))
+        module.nvfp4_global_scale.copy_(new.global_scale)
+
+
+def weight_format(name: str, *, four_over_six: bool) -> WeightFormat:
+    """Return the format called `name` in a quantisation map."""
+    return {"BF16": Bf16(), "FP8": Fp8(), "W4A16_NVFP4": Nvfp4(four_over_six)}[name]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linears with Megatron's constructor whose forward reads deployment bytes and whose backward uses the master."""
+
+# Legend: T tokens, K in features, N out features, g key/value groups, r query heads a group, d head dim, H hidden.
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.vllm_forward.bridge import Bridge
+from megatron.vllm_forward.deployed import Deployed, View, empty_parameter
+from megatron.vllm_forward.formats import weight_format
+from vllm_forward_bridge.quantization import RequantizeReport
+
+
+class Linear(Deployed):
+    """y_TN = x_TK W^T in the weight format of the deployment, without bias.
+
+    Takes the keywords that Megatron passes to its column- and row-parallel linears; those that say how a tensor-parallel
+    linear would split do nothing at tensor-parallel size 1, which `arguments` enforces.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        bridge: Bridge,
+        name: str,
+        format: str,
+        tp_group: Any = None,
+        **placement: Any,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.kernels = bridge.kernels
+        self.tp_group = tp_group
+        self.weight = empty_parameter(output_size, input_size, dtype=config.params_dtype)
+        if config.perform_initialization:
+            with get_cuda_rng_tracker().fork():
+                init_method(self.weight)
+        self.format = weight_format(format, four_over_six=bridge.four_over_six)
+        self.format.register(self)
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        """Return y_TN for contiguous rows."""
+        self.check_current()
+        return self.format.product(self.kernels, self, x_TK)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Multiply the last dim of x; the second value is the bias that Megatron expects."""
+        rows = self.product(x.reshape(-1, x.shape[-1]))
+        return rows.view(*x.shape[:-1], -1), None
+
+    def deployment_views(self) -> Iterator[View]:
+        """Yield the tensors of one deployment projection."""
+        return self.format.views(self, self.name)
+
+    def quantize_masters(self) -> None:
+        """Derive bytes from the master alone."""
+        self.format.quantize(self)
+
+    def requantize_masters(self) -> RequantizeReport:
+        """Bring the bytes up to date with the master."""
+        return self.format.requantize(self)
+
+    def restore_masters(self) -> None:
+        """Set the master to the value of the bytes."""
+        self.format.restore(self)
+
+
+class QkvLinear(Linear):
+    """Query, key and value in one BF16 matrix, rows ordered by key/value group: its query heads, its key, its value."""
+
+    def __init__(self, *args: Any, num_groups: int, head_dim: int, **keywords: Any) -> None:
+        super().__init__(*args, format="BF16", name="", **keywords)
+        self.num_groups = num_groups
+        self.head_dim = head_dim
+
+    def deployment_views(self) -> Iterator[View]:
+        """Yield q_proj, k_proj and v_proj as slices of the grouped rows."""
+        grouped_gRH = self.weight.data.view(self.num_groups, -1, self.weight.shape[1])
+        num_query_rows = grouped_gRH.shape[1] - 2 * self.head_dim
+        sizes = (num_query_rows, self.head_dim, self.head_dim)
+        for name, part in zip("qkv", grouped_gRH.split(sizes, dim=1), strict=True):
+            yield View(f"{name}_proj.weight", part, (part.shape[0] * part.shape[1], part.shape[2]))

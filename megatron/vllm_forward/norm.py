@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMS norms with Megatron's constructors: the one before a mixer, and the gated one inside the Mamba mixer."""
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.vllm_forward.bridge import Bridge
+from megatron.vllm_forward.deployed import Parameters, empty_parameter
+
+
+class RmsNorm(Parameters):
+    """y = rms_norm(x): statistics over the hidden dim in fp32, one cast."""
+
+    def __init__(self, *, config: TransformerConfig, hidden_size: int, eps: float, bridge: Bridge) -> None:
+        super().__init__()
+        self.eps = eps
+        self.kernels = bridge.kernels
+        self.weight = empty_parameter(hidden_size, dtype=config.params_dtype)
+        torch.nn.init.ones_(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of x; other dims are rows."""
+        return self.kernels.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+
+
+class GatedRmsNorm(Parameters):
+    """The Mamba mixer's norm: gate first, statistics within a group, cast, then the weight."""
+
+    def __init__(self, *, config: TransformerConfig, size: int, group_size: int, eps: float, bridge: Bridge) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group_size = group_size
+        self.kernels = bridge.kernels
+        self.weight = empty_parameter(size, dtype=config.params_dtype)
+        torch.nn.init.ones_(self.weight)
+
+    def forward(self, y_TD: Tensor, gate_TD: Tensor) -> Tensor:
+        """Return bf16(bf16(normalised y * silu(gate)) * weight)."""
+        return self.kernels.gated_rms_norm(y_TD, gate_TD, self.weight, self.group_size, self.eps)
