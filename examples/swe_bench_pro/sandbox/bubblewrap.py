@@ -44,7 +44,7 @@ class BubblewrapHost:
         IsolationUnavailable: lists everything that is missing.
     """
 
-    def __init__(self, folder: Path, *, run_name: str, limits: Limits = Limits()) -> None:  # noqa: B008 - frozen
+    def __init__(self, folder: Path, *, run_name: str, limits: Limits) -> None:
         self._groups = cgroups.find()
         problems = _problems(self._groups)
         if problems:
@@ -217,8 +217,8 @@ def namespaces(folder: Path, cwd: str) -> list[str]:
     for part in _WRITABLE:
         argv += ["--bind", str(folder / part), f"/{part}"]
     environment = {
-        "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": "/home", "LANG": "C.UTF-8", "TERM": "dumb",
-        "PAGER": "cat", "PYTHONDONTWRITEBYTECODE": "1",
+        "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": "/home", "LANG": "C.UTF-8",
+        "TERM": "dumb", "PAGER": "cat", "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
     for name, value in environment.items():
         argv += ["--setenv", name, value]
@@ -243,8 +243,8 @@ def _problems(groups: cgroups.ControlGroups | None) -> list[str]:
             problems.append(f"{program} is not installed: {install}")
     if groups is None and os.geteuid() == 0:
         problems.append(
-            "no control group with memory and pids can be made, and the kernel ignores process limits of root: run as another "
-            "user, or give this one a writable control group"
+            "no control group with memory and pids can be made, and the kernel ignores process limits of root: run as "
+            "another user, or give this one a writable control group"
         )
     return problems or _trial_problems()
 
@@ -263,7 +263,7 @@ def _size(folder: Path) -> int:
         for name in names:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_blocks * 512
-            except FileNotFoundError:  # noqa: PERF203 - files come and go while the command runs
+            except FileNotFoundError:  # files come and go while the command runs
                 continue
     return total
 

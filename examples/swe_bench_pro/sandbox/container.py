@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sandboxes by the docker or podman command line: one container an episode, no network, limits by the engine."""
 
-import asyncio
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ class ContainerHost:
         IsolationUnavailable: the program is missing, or its daemon does not answer.
     """
 
-    def __init__(self, program: str, *, run_name: str, limits: Limits = Limits(), cpus: float = 1.0) -> None:  # noqa: B008
+    def __init__(self, program: str, *, run_name: str, limits: Limits, cpus: float = 1.0) -> None:
         if shutil.which(program) is None:
             raise IsolationUnavailable(f"{program} is not installed; install it, or choose bubblewrap or modal")
         asked = subprocess.run([program, "info"], capture_output=True, text=True, timeout=60)
@@ -118,7 +117,5 @@ class ContainerEngine:
 async def _call(argv: Sequence[str], *, seconds: float = 120.0) -> streams.Finished:
     try:
         return await streams.run(argv, seconds=seconds, output_bytes=1 << 20, kept_bytes=1 << 20)
-    except asyncio.CancelledError:
-        raise
     except OSError as error:
         raise SandboxError(f"`{' '.join(argv[:2])}` could not be run: {error}") from error

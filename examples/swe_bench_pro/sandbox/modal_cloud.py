@@ -33,9 +33,9 @@ class ModalHost:
         self,
         *,
         run_name: str,
-        limits: Limits = Limits(),
+        limits: Limits,
         cpus: tuple[float, float] = (1.0, 4.0),
-        modal: ModuleType | None = None,  # noqa: B008
+        modal: ModuleType | None = None,
     ) -> None:
         self._modal = modal or _import_modal()
         self._run_name = run_name

@@ -144,6 +144,5 @@ async def hide_history(sandbox: Sandbox, task: Task, *, seconds: float = 300.0) 
     """
     done = await sandbox.execute(_AGENT_VIEW.format(base=task.base_commit), seconds=seconds)
     if done.end != "exit" or done.returncode != 0:
-        raise SandboxError(
-            f"{task.instance_id}: the agent's copy could not be made ({done.end}, {done.returncode}): {done.text[-500:]}"
-        )
+        status = f"{done.end}, {done.returncode}"
+        raise SandboxError(f"{task.instance_id}: the agent's copy could not be made ({status}): {done.text[-500:]}")

@@ -66,7 +66,9 @@ def _task(source: Path, table: dict, scripts: dict[str, str], repositories: Path
         "base_commit": base,
         "patch": (source / "gold.patch").read_text(),
         "test_patch": (source / "hidden.patch").read_text(),
-        "before_repo_set_cmd": f"git reset --hard {base}\ngit clean -fd\ngit checkout {base}\ngit checkout {fix} -- {tests}",
+        "before_repo_set_cmd": (
+            f"git reset --hard {base}\ngit clean -fd\ngit checkout {base}\ngit checkout {fix} -- {tests}"
+        ),
         "dockerhub_tag": "",
     }
     return read_row(row, **scripts, origin=origin)
