@@ -22,7 +22,8 @@ TILE_K = 64
 TILE_N = 128
 _SMALL_TILE_M, _LARGE_TILE_M = 16, 64
 _ROWS_PER_EXPERT_FOR_LARGE_TILE = 12
-_GROUP = 16
+BLOCK = 16
+"""Values that share a block scale; packed codes have one row for as many in features."""
 
 
 def packed_features(num_features: int) -> int:
@@ -109,7 +110,7 @@ def moe_experts(
     _require_packed("moe_experts", fc1_packed, fc2_packed)
     x_TH = kernel_form(x_TH)
     (T, H), top_k, E = x_TH.shape, expert_ids_Tk.shape[1], fc1_packed.shape[0]
-    F = fc2_packed.shape[1] * _GROUP
+    F = fc2_packed.shape[1] * BLOCK
     inner, rows = (torch.zeros(T * top_k, width, dtype=x_TH.dtype, device=x_TH.device) for width in (F, H))
     if not T:
         return rows.view(0, top_k, H), inner.view(0, top_k, F)
@@ -157,7 +158,7 @@ def _layer(packed_rows: int, num_features: int, in_features: int, num_experts: i
     return json.dumps({
         "shape_n": packed_rows, "pad_shape_n": packed_rows - num_features, "shape_k": in_features, "pad_shape_k": 0,
         "num_experts": num_experts, "a_dtype": "bfloat16", "b_dtype": "float4e2m1", "c_dtype": "bfloat16",
-        "bs_dtype": "float8e4m3", "weight_scale_group_size": _GROUP, "weight_scale_type": "group_tensor", "mma_type": "wgmma",
+        "bs_dtype": "float8e4m3", "weight_scale_group_size": BLOCK, "weight_scale_type": "group_tensor", "mma_type": "wgmma",
     })  # fmt: skip
 
 

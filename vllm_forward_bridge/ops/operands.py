@@ -29,3 +29,8 @@ def nvfp4_operands(codes: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
 def num_rows(codes: Tensor) -> int:
     """Return the rows of a weight's codes; packed ones count the rows that fill the last tile."""
     return codes.shape[-1] // 2 if humming_gemm.is_packed(codes) else codes.shape[-2]
+
+
+def num_columns(codes: Tensor) -> int:
+    """Return K, the in features of a weight's codes."""
+    return codes.shape[-2] * humming_gemm.BLOCK if humming_gemm.is_packed(codes) else codes.shape[-1] * 2
