@@ -141,7 +141,9 @@ def _sorted_by_expert(expert_ids_Tk: Tensor, tile: int, num_experts: int) -> dic
     most = ids.numel() + (num_experts + 1) * (tile - 1)
     new = functools.partial(torch.empty, dtype=torch.int32, device=ids.device)
     routing = {"sorted_ids": new(most), "expert_ids": new(-(-most // tile)), "num_tokens_padded": new(1)}
-    symbol("moe_align_block_size")(ids, num_experts + 1, tile, *routing.values(), _local_experts(num_experts, ids.device))
+    symbol("moe_align_block_size")(
+        ids, num_experts + 1, tile, *routing.values(), _local_experts(num_experts, ids.device)
+    )
     return routing
 
 

@@ -29,4 +29,6 @@ def next_power_of_2(size: int) -> int:
 def require_dtype(values: Tensor, dtype: torch.dtype, name: str, op: str) -> None:
     """Raise unless `values` has the dtype that the CUDA forward of `op` is written for."""
     if values.dtype != dtype:
-        raise ValueError(f"{op}: {name} is {values.dtype}; the CUDA forward takes {dtype} only. Cast it before the call")
+        raise ValueError(
+            f"{op}: {name} is {values.dtype}; the CUDA forward takes {dtype} only. Cast it before the call"
+        )

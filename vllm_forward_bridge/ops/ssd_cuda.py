@@ -18,10 +18,16 @@ from vllm_forward_bridge.ops.launch import kernel_form
 from vllm_forward_bridge.vllm_symbols import ssd_kernel, symbol
 
 PINNED_CONFIGS = {
-    "bmm_chunk": triton.Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32}, num_warps=4, num_stages=4),
+    "bmm_chunk": triton.Config(
+        {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32}, num_warps=4, num_stages=4
+    ),
     "chunk_cumsum": triton.Config({"BLOCK_SIZE_H": 8}, num_warps=4, num_stages=3),
-    "chunk_state": triton.Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32}, num_warps=4, num_stages=4),
-    "chunk_scan": triton.Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}, num_warps=4, num_stages=3),
+    "chunk_state": triton.Config(
+        {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32}, num_warps=4, num_stages=4
+    ),
+    "chunk_scan": triton.Config(
+        {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}, num_warps=4, num_stages=3
+    ),
     "state_passing": triton.Config({"BLOCK_SIZE": 1024}, num_warps=4, num_stages=3),
 }
 """One configuration a kernel. num_warps is part of it: it decides the kind of matrix instruction."""
