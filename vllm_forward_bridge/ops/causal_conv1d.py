@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal depthwise convolution with fused SiLU over packed sequences; prefill, chunk and step are one arithmetic.
 
-After vLLM's `causal_conv1d_fn` and `causal_conv1d_update`: a product of two bf16 numbers is a bf16 number before it is added.
+After vLLM's `causal_conv1d_fn` and `causal_conv1d_update`: the product of two bf16 numbers is bf16 before it is added.
 """
 
 # T packed tokens, S sequences, C channels, W window width, N rows of the extended layout: T + S * (W - 1).
@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from vllm_forward_bridge.ops import conv_cuda, exact, packed
+from vllm_forward_bridge.ops.arguments import check
 
 _BLOCK_ELEMENTS = 1 << 17  # a block of fp32 that stays in the cache; changes time, never bits
 
 
 @torch.library.custom_op("vllm_forward_bridge::causal_conv1d", mutates_args=(), device_types="cpu")
-def causal_conv1d(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor, cu_seqlens_S1: Tensor, tail_SWC: Tensor | None) -> Tensor:
+def causal_conv1d(
+    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor, cu_seqlens_S1: Tensor, tail_SWC: Tensor | None
+) -> Tensor:
     """Convolve each packed sequence with its own past.
 
     a = f32(bias);  a = a + f32(bf16(x_{t-W+1+j} * weight_j)) for j = 0 .. W-1, the oldest input first;
@@ -64,20 +67,18 @@ def _(x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC):
 
 
 def _check(x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC):
-    if x_TC.dim() != 2 or weight_CW.dim() != 2:
-        packed.raise_if_any("causal_conv1d", [
-            f"x has shape {tuple(x_TC.shape)} and weight {tuple(weight_CW.shape)}; [tokens, channels] and [channels, width] "
-            "are accepted, one row a token: squeeze Megatron's [channels, 1, width] and flatten the batch"
-        ])  # fmt: skip
-    channels, width = weight_CW.shape
-    sequences = cu_seqlens_S1.numel() - 1
-    problems = packed.shape_problems({
-        "x": (x_TC, (len(x_TC), channels), torch.bfloat16),
-        "weight": (weight_CW, (channels, width), torch.bfloat16),
-        "bias": (bias_C, (channels,), torch.bfloat16),
-        "tail": (tail_SWC, (sequences, width - 1, channels), torch.bfloat16),
-    })  # fmt: skip
-    packed.raise_if_any("causal_conv1d", problems + packed.cu_seqlens_problems("cu_seqlens", cu_seqlens_S1, len(x_TC)))
+    problems = packed.cu_seqlens_problems("cu_seqlens_S1", cu_seqlens_S1, len(x_TC))
+    if tail_SWC is not None and tail_SWC.dim() == 3 and tail_SWC.shape[1] != weight_CW.shape[-1] - 1:
+        problems.append(
+            f"tail_SWC has {tail_SWC.shape[1]} rows a sequence for a window of {weight_CW.shape[-1]}; one less than the window "
+            "is accepted, the inputs the first row still sees: keep that many"
+        )
+    bf16 = torch.bfloat16
+    check(
+        "causal_conv1d", *problems,
+        x_TC=(x_TC, bf16, "T C"), weight_CW=(weight_CW, bf16, "C W"), bias_C=(bias_C, bf16, "C"),
+        tail_SWC=(tail_SWC, bf16, "S W-1 C"), **packed.ends_form("cu_seqlens_S1", cu_seqlens_S1),
+    )  # fmt: skip
 
 
 def _extend(x_TC: Tensor, cu_seqlens_S1: Tensor, tail_SWC: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
@@ -98,8 +99,8 @@ def _setup(ctx, inputs, output):
     x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC = inputs
     if ctx.needs_input_grad[4]:
         raise ValueError(
-            "causal_conv1d: tail requires a gradient; training starts every sequence at its first token, so only a constant "
-            "tail is accepted: pass tail.detach(), or None"
+            "causal_conv1d: tail requires a gradient; only a constant tail is accepted, as training starts every sequence at "
+            "its first token: pass tail.detach(), or None"
         )
     ctx.save_for_backward(x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC)
 

@@ -9,42 +9,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_forward_bridge.ops.arguments import Form
+
 
 def cu_seqlens_problems(name: str, cu_seqlens_S1: Tensor, num_rows: int) -> list[str]:
     """List what is wrong with `cu_seqlens`; rows past its last entry are padding and allowed."""
     if cu_seqlens_S1.dtype != torch.int32 or cu_seqlens_S1.dim() != 1 or len(cu_seqlens_S1) < 2:
         return [
-            f"{name} is {cu_seqlens_S1.dtype} of shape {tuple(cu_seqlens_S1.shape)}; int32 [sequences + 1] is accepted, "
-            "as the kernels read it: list the start of every sequence and the end of the last"
+            f"{name} is {cu_seqlens_S1.dtype} of shape {tuple(cu_seqlens_S1.shape)}; int32 [sequences + 1] is accepted, as "
+            "the kernels read it: list the start of every sequence and the end of the last"
         ]
     starts = cu_seqlens_S1.tolist()
     if starts[0] != 0 or starts != sorted(starts):
-        return [f"{name} is {starts}; it must start with 0 and not fall, as a sequence cannot end before it starts: rebuild it"]
+        return [f"{name} is {starts}; 0 first and no fall is accepted, no sequence ends before it starts: rebuild it"]
     if starts[-1] > num_rows:
-        return [f"{name} ends at {starts[-1]}, but there are {num_rows} rows; the last sequence must end inside: rebuild it"]
+        return [f"{name} ends at {starts[-1]}; up to {num_rows}, the number of rows, is accepted: rebuild it"]
     return []
 
 
-def shape_problems(expected: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]]) -> list[str]:
-    """List the tensors whose shape or dtype is not the expected one, or that are not contiguous."""
-    problems = []
-    for name, (tensor, shape, dtype) in expected.items():
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-            problems.append(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; {dtype} {tuple(shape)} is accepted, "
-                "the one form the kernels take: convert it or pass the tensor that has it"
-            )
-        elif not tensor.is_contiguous():
-            problems.append(f"{name} has strides {tensor.stride()}; contiguous is accepted, the kernels walk it flat: call contiguous()")
-    return problems
-
-
-def raise_if_any(op: str, problems: list[str]) -> None:
-    """Raise one ValueError that lists all problems of a call."""
-    if problems:
-        raise ValueError(f"{op} cannot take these arguments:\n  - " + "\n  - ".join(problems))
+def ends_form(name: str, cu_seqlens_S1: Tensor) -> dict[str, Form]:
+    """Return the entry of `arguments.check` that ties the number of sequences to the letter S."""
+    return {f"{name}[1:]": (cu_seqlens_S1.reshape(-1)[1:], torch.int32, "S")}
 
 
 def sequence_of_rows(cu_seqlens_S1: Tensor) -> Tensor:
@@ -82,7 +67,7 @@ class ChunkGrid:
     def spread(self, rows: Tensor) -> Tensor:
         """Return `rows` [T, ...] in the layout, as [chunks, chunk_size, ...]; slots without a row are zero."""
         spread = rows.new_zeros(self.num_slots, *rows.shape[1:])
-        spread[self.slot_T] = rows[: len(self.slot_T)]
+        spread.index_copy_(0, self.slot_T, rows[: len(self.slot_T)])
         return spread.view(-1, self.chunk_size, *rows.shape[1:])
 
     def gather(self, chunks: Tensor, num_rows: int) -> Tensor:

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 scan over packed sequences by chunks; a chunk continued from its boundary state has the bits of a one-shot scan.
+"""Mamba-2 scan over packed sequences by chunks; a chunk continued from its boundary state has a one-shot scan's bits.
 
-After vLLM's `mamba_chunk_scan_combined_varlen` without gate, with the chunk grid of each sequence starting at its first row.
+After vLLM's `mamba_chunk_scan_combined_varlen` without gate, where the chunk grid of a sequence starts at its first row.
 """
 
-# T packed tokens, S sequences, h heads, P head dim, G groups, n state size, Q chunk size; b sequences of one block.
+# T packed tokens, S sequences, h heads, P head dim, G groups, r heads of a group, n state size, Q chunk size; on the CPU
+# b sequences of one block and R output rows of a chunk.
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from vllm_forward_bridge.ops import exact, packed, ssd_cuda
+from vllm_forward_bridge.ops.arguments import check
 from vllm_forward_bridge.reference.ssd_scan import ssd_chunks
 
-_BLOCK_ELEMENTS = 1 << 18  # state elements a block of sequences holds, to stay in the cache; changes time, never bits
+_BLOCK_ELEMENTS = 1 << 18  # of the largest tensor of a block, to stay in the cache; changes time, never bits
 _LARGEST_SUM = 8192  # terms of one exact product: 20 + 20 bits of the operands and 13 of the count fill a float64
 
 
@@ -26,21 +30,24 @@ def ssd_scan(
     In fp32 unless said: dt = softplus(dt + dt_bias);  a = running sum of dt * A inside the chunk (doubling tree);
     m_ts = C_t.B_s * exp(a_t - a_s) * dt_s for s <= t;  y_t = bf16((C_t.S * exp(a_t) + sum_s m_ts x_s) + D x_t);
     after a chunk's last row S = S * exp(a_last) + sum_s (x_s * (dt_s * exp(a_last - a_s))) B_s.
-    The four sums are exact on operands rounded to 20 bits below their row's largest element, then rounded once.
+    The four sums are exact on operands rounded to 20 bits below their row's largest element, then rounded once. Before
+    that, x_s is divided by its own row's power of two, which goes into m_ts. A row with C = 0 is D x and costs nothing.
 
     Args:
         x_ThP: bf16; rows past cu_seqlens[-1] are padding: never read into a live row, and zero in the result.
         dt_Th: bf16, raw.
         A_h: fp32, negative (`ssd_decay`).
-        B_TGn, C_TGn: bf16; group g serves heads g * h / G and following.
-        D_h, dt_bias_h: bf16.
+        B_TGn: bf16; group g serves heads g * h / G and following.
+        C_TGn: bf16.
+        D_h: bf16.
+        dt_bias_h: bf16.
         cu_seqlens_S1: int32 [S + 1].
         chunk_size: rows between boundaries.
         boundary_state_ShPn: fp32 state before each sequence's first row here; None stands for zeros.
 
     Returns:
         (y_ThP bf16, fp32 state at each sequence's last complete chunk boundary; the given one if no chunk completed).
-        The bits of row t depend on the state and on rows 0 .. t of its sequence and of its head and group, nothing else.
+        The bits of row t depend on the state and on rows 0 .. t of its sequence, head and group, on nothing else.
 
     Raises:
         ValueError: lists every argument that is not accepted.
@@ -49,21 +56,25 @@ def ssd_scan(
     """
     _check(x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h, cu_seqlens_S1, chunk_size, boundary_state_ShPn)
     grid = packed.chunk_grid(cu_seqlens_S1, chunk_size)
-    shape = (len(grid.order_S), *x_ThP.shape[1:], B_TGn.shape[2])
-    state = x_ThP.new_zeros(shape, dtype=torch.float32) if boundary_state_ShPn is None else boundary_state_ShPn[grid.order_S]
+    h, P, n = *x_ThP.shape[1:], B_TGn.shape[2]
     x, dt, B, C = (grid.spread(rows) for rows in (x_ThP, dt_Th, B_TGn, C_TGn))
     y = torch.empty_like(x)
-    block = max(1, _BLOCK_ELEMENTS // state[0].numel())
+    state = boundary_state_ShPn
+    boundary = x_ThP.new_zeros(len(grid.order_S), h, P, n, dtype=torch.float32) if state is None else state.clone()
+    block = max(1, _BLOCK_ELEMENTS // (h * max(P * n, chunk_size * P, chunk_size * chunk_size)))
     done = 0
-    for reaching, completing in zip(grid.reaching, grid.completing, strict=True):
+    for chunk, (reaching, completing) in enumerate(zip(grid.reaching, grid.completing, strict=True)):
         for first in range(0, reaching, block):
-            last = min(first + block, reaching)
-            full = min(max(completing, first), last)
-            rows = slice(done + first, done + last)
-            _scan_chunks(x[rows], dt[rows], A_h, B[rows], C[rows], D_h, dt_bias_h, state[first:last], full - first, y[rows])
+            members = grid.order_S[first : min(first + block, reaching)]
+            rows = slice(done + first, done + first + len(members))
+            before = None if chunk == 0 and state is None else boundary[members]
+            steps = _time_steps(dt[rows], A_h, dt_bias_h)
+            y[rows] = _scan_chunks(x[rows], *steps, B[rows], C[rows], D_h, before)
+            full = slice(0, max(completing - first, 0))
+            if full.stop:
+                start = None if before is None else before[full]
+                boundary[members[full]] = _advance(x[rows][full], *(v[full] for v in steps), B[rows][full], start)
         done += reaching
-    boundary = torch.empty_like(state)
-    boundary[grid.order_S] = state
     return grid.gather(y, len(x_ThP)), boundary
 
 
@@ -77,78 +88,95 @@ def _(x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h, cu_seqlens_S1, chunk_size
 
 
 def _check(x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h, cu_seqlens_S1, chunk_size, boundary_state_ShPn):
-    if x_ThP.dim() != 3 or B_TGn.dim() != 3:
-        packed.raise_if_any("ssd_scan", [
-            f"x has shape {tuple(x_ThP.shape)} and B {tuple(B_TGn.shape)}; [tokens, heads, head dim] and [tokens, groups, state] "
-            "are accepted, one row a token: view the last dimension by heads and groups"
-        ])  # fmt: skip
-    tokens, heads, head_dim = x_ThP.shape
-    groups, state_size = B_TGn.shape[1:]
-    bf16, fp32 = torch.bfloat16, torch.float32
-    problems = packed.shape_problems({
-        "x": (x_ThP, x_ThP.shape, bf16), "dt": (dt_Th, (tokens, heads), bf16), "A": (A_h, (heads,), fp32),
-        "B": (B_TGn, (tokens, groups, state_size), bf16), "C": (C_TGn, (tokens, groups, state_size), bf16),
-        "D": (D_h, (heads,), bf16), "dt_bias": (dt_bias_h, (heads,), bf16),
-        "boundary_state": (boundary_state_ShPn, (cu_seqlens_S1.numel() - 1, heads, head_dim, state_size), fp32),
-    })  # fmt: skip
-    problems += packed.cu_seqlens_problems("cu_seqlens", cu_seqlens_S1, tokens)
-    if heads % groups:
-        problems.append(f"{heads} heads with {groups} groups; a multiple is accepted, every group serves as many heads: change either")
+    problems = packed.cu_seqlens_problems("cu_seqlens_S1", cu_seqlens_S1, len(x_ThP))
+    if x_ThP.dim() == 3 and B_TGn.dim() == 3 and x_ThP.shape[1] % max(B_TGn.shape[1], 1):
+        problems.append(
+            f"{x_ThP.shape[1]} heads with {B_TGn.shape[1]} groups; a multiple is accepted, every group serves as many heads: "
+            "change either"
+        )
     if not 1 <= chunk_size <= _LARGEST_SUM or chunk_size & (chunk_size - 1):
         problems.append(
-            f"chunk_size is {chunk_size}; a power of two up to {_LARGEST_SUM} is accepted, the running sum is a doubling tree and "
-            "the sums over a chunk are exact only so far: use the checkpoint's chunk_size"
+            f"chunk_size is {chunk_size}; a power of two up to {_LARGEST_SUM} is accepted, as the running sum is a doubling "
+            "tree and the sums over a chunk are exact only so far: use the checkpoint's chunk_size"
         )
-    if state_size > _LARGEST_SUM:
-        problems.append(f"state size is {state_size}; up to {_LARGEST_SUM} is accepted, beyond it C.S is not exact: split the state")
-    packed.raise_if_any("ssd_scan", problems)
+    if B_TGn.shape[-1] > _LARGEST_SUM:
+        problems.append(f"state size is {B_TGn.shape[-1]}; up to {_LARGEST_SUM} is accepted, or C.S is not exact: split it")
+    bf16, fp32 = torch.bfloat16, torch.float32
+    check(
+        "ssd_scan", *problems,
+        x_ThP=(x_ThP, bf16, "T h P"), dt_Th=(dt_Th, bf16, "T h"), A_h=(A_h, fp32, "h"), B_TGn=(B_TGn, bf16, "T G n"),
+        C_TGn=(C_TGn, bf16, "T G n"), D_h=(D_h, bf16, "h"), dt_bias_h=(dt_bias_h, bf16, "h"),
+        boundary_state_ShPn=(boundary_state_ShPn, fp32, "S h P n"), **packed.ends_form("cu_seqlens_S1", cu_seqlens_S1),
+    )  # fmt: skip
 
 
-def _scan_chunks(x_bQhP, dt_bQh, A_h, B_bQGn, C_bQGn, D_h, dt_bias_h, state_bhPn, num_full, y_bQhP):
-    """Scan one chunk of each of b sequences into y; advance the states of the first num_full, whose chunk is complete."""
+def _time_steps(dt_bQh: Tensor, A_h: Tensor, dt_bias_h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fp32 [b, h, Q]: dt after bias and softplus, and the log of the decay since the chunk's start."""
+    dt_bhQ = exact.softplus(dt_bQh.float() + dt_bias_h.float()).transpose(1, 2).contiguous()
+    return dt_bhQ, _running_sum(dt_bhQ * A_h[:, None])
+
+
+def _scan_chunks(x_bQhP, dt_bhQ, decay_bhQ, B_bQGn, C_bQGn, D_h, state_bhPn):
+    """Return y [b, Q, h, P] in fp32 of one chunk of each of b sequences; no state stands for zeros."""
     b, Q, h, P = x_bQhP.shape
-    G, n = B_bQGn.shape[2:]
-    dt_bhQ = exact.softplus(dt_bQh.float() + dt_bias_h.float()).transpose(1, 2)
-    decay_bhQ = _running_sum(dt_bhQ * A_h[:, None])
-    C_bGQn = C_bQGn.transpose(1, 2)
+    G = B_bQGn.shape[2]
+    y_bQhP = x_bQhP.float().mul_(D_h.float()[:, None]).add_(0.0)
+    row_bR = _rows_with_output(C_bQGn)
+    if row_bR.shape[1] == 0:
+        return y_bQhP
+    picked = ... if row_bR.shape[1] == Q else (torch.arange(b)[:, None], row_bR)
+    C_bGRn = C_bQGn[picked].transpose(1, 2).contiguous()
+    decay_bhR = decay_bhQ.gather(2, row_bR[:, None].expand(b, h, -1))
 
-    scores_bGQQ = exact.matmul(C_bGQn, B_bQGn.transpose(1, 2)).float()
-    between_bhQQ = exact.exp(decay_bhQ[..., :, None] - decay_bhQ[..., None, :])
-    weights_bhQQ = (scores_bGQQ[:, :, None] * between_bhQQ.view(b, G, -1, Q, Q)).view_as(between_bhQQ) * dt_bhQ[:, :, None]
-    inside_bhQP = _causal_product(weights_bhQQ, x_bQhP.transpose(1, 2))
+    scores_bGRQ = exact.matmul(C_bGRn, B_bQGn.transpose(1, 2).contiguous()).float()
+    weights_bhRQ = exact.exp(decay_bhR[..., :, None] - decay_bhQ[..., None, :])
+    weights_bhRQ = (weights_bhRQ.view(b, G, h // G, -1, Q) * scores_bGRQ[:, :, None]).view_as(weights_bhRQ)
+    weights_bhRQ = weights_bhRQ.mul_(dt_bhQ[:, :, None])
+    inside_bhRP = _causal_product(weights_bhRQ, x_bQhP.transpose(1, 2).contiguous(), row_bR)
+    y_bRhP = inside_bhRP.transpose(1, 2)
+    if state_bhPn is not None:
+        before_bGRs = exact.matmul(C_bGRn, state_bhPn.view(b, G, -1, state_bhPn.shape[3])).float()  # s: r * P
+        before_bRhP = before_bGRs.transpose(1, 2).reshape(b, -1, h, P)
+        y_bRhP = before_bRhP.mul_(exact.exp(decay_bhR).transpose(1, 2)[..., None]).add_(y_bRhP)
+    y_bQhP[picked] += y_bRhP
+    return y_bQhP
 
-    before_bGQR = exact.matmul(C_bGQn, state_bhPn.view(b, G, -1, n)).float()  # R: rows h/G * P of a group's state
-    before_bQhP = before_bGQR.transpose(1, 2).reshape(b, Q, h, P)
-    y_bQhP.copy_(
-        before_bQhP * exact.exp(decay_bhQ).transpose(1, 2)[..., None] + inside_bhQP.transpose(1, 2) + x_bQhP.float() * D_h.float()[:, None]
-    )
-    if num_full:
-        full = slice(0, num_full)
-        _advance(x_bQhP[full], dt_bhQ[full], decay_bhQ[full], B_bQGn[full], state_bhPn[full])
+
+def _rows_with_output(C_bQGn: Tensor) -> Tensor:
+    """Return rows [b, R] that include all whose C is not zero: a few a sequence, or all Q in order."""
+    wanted_bQ = (C_bQGn != 0).flatten(2).any(2)
+    largest = int(wanted_bQ.sum(1).max())
+    if largest > wanted_bQ.shape[1] // 2:
+        return torch.arange(wanted_bQ.shape[1]).expand(len(wanted_bQ), -1)
+    return wanted_bQ.byte().argsort(dim=1, descending=True, stable=True)[:, :largest]
 
 
-def _causal_product(weights_bhQQ: Tensor, x_bhQP: Tensor) -> Tensor:
+def _causal_product(weights_bhRQ: Tensor, x_bhQP: Tensor, row_bR: Tensor) -> Tensor:
     """Return sum over s <= t of weights_ts x_s; row t does not see later rows, not even through a scale."""
     # bits: one power of two for a column of x would depend on later rows. Each x row has its own, moved into the weights,
-    # whose row t is scaled after the mask. A row with an infinity keeps zeros here and poisons only weights it is visible to.
+    # whose row t is scaled after the mask. A row with an infinity keeps zeros here and reaches only rows that see it.
     integers_bhQP, unit_bhQ1 = exact.fixed_point(x_bhQP, exact.FIXED_POINT_BITS)
-    infinite_bhQ1 = ~integers_bhQP.isfinite().all(-1, keepdim=True)
-    integers_bhQP.masked_fill_(infinite_bhQ1, 0.0)
-    unit_bhQ1.masked_fill_(infinite_bhQ1, torch.nan)
-    future_QQ = torch.ones(weights_bhQQ.shape[-2:], dtype=torch.bool).triu(1)
-    scaled_bhQQ = (weights_bhQQ * unit_bhQ1.float().transpose(2, 3)).masked_fill_(future_QQ, 0.0)
-    weights_bhQQ, row_unit_bhQ1 = exact.fixed_point(scaled_bhQQ, exact.FIXED_POINT_BITS)
-    return exact.integer_matmul(weights_bhQQ, integers_bhQP.transpose(2, 3)).mul_(row_unit_bhQ1).float()
+    infinite_bhQ1 = unit_bhQ1.isinf()
+    if infinite_bhQ1.any():
+        integers_bhQP.masked_fill_(infinite_bhQ1, 0.0)
+    future_b1RQ = (torch.arange(x_bhQP.shape[2]) > row_bR[:, :, None])[:, None]
+    scaled_bhRQ = (weights_bhRQ * unit_bhQ1.float().transpose(2, 3)).masked_fill_(future_b1RQ, 0.0)
+    weights_bhRQ, row_unit_bhR1 = exact.fixed_point(scaled_bhRQ, exact.FIXED_POINT_BITS)
+    return exact.integer_matmul(weights_bhRQ, integers_bhQP.transpose(2, 3)).mul_(row_unit_bhR1).float()
 
 
 def _advance(x_bQhP, dt_bhQ, decay_bhQ, B_bQGn, state_bhPn):
-    """Carry the states over a complete chunk, in place."""
+    """Return the states [b, h, P, n] after a complete chunk; no state stands for zeros."""
     b, Q, h, P = x_bQhP.shape
     G, n = B_bQGn.shape[2:]
-    to_end_bhQ = dt_bhQ * exact.exp(decay_bhQ[..., -1:] - decay_bhQ)
-    x_bhPQ = x_bQhP.float().permute(0, 2, 3, 1) * to_end_bhQ[:, :, None]
-    added_bhPn = exact.matmul(x_bhPQ.reshape(b, G, -1, Q), B_bQGn.permute(0, 2, 3, 1)).float().view(b, h, P, n)
-    state_bhPn.copy_(state_bhPn * exact.exp(decay_bhQ[..., -1])[:, :, None, None] + added_bhPn)
+    to_end_bQh1 = (dt_bhQ * exact.exp(decay_bhQ[..., -1:] - decay_bhQ)).transpose(1, 2)[..., None]
+    x_bGQs = (x_bQhP * to_end_bQh1).view(b, Q, G, -1).transpose(1, 2).contiguous()  # s: r * P
+    B_bGQn = B_bQGn.transpose(1, 2).contiguous()
+    added_bGsn = exact.matmul(x_bGQs.transpose(2, 3), B_bGQn.transpose(2, 3)).float()
+    added_bhPn = added_bGsn.view(b, h, P, n)
+    if state_bhPn is None:
+        return added_bhPn
+    return (state_bhPn * exact.exp(decay_bhQ[..., -1])[:, :, None, None]).add_(added_bhPn)
 
 
 def _running_sum(values_bhQ: Tensor) -> Tensor:
@@ -165,8 +193,8 @@ def _setup(ctx, inputs, output):
     *tensors, chunk_size, boundary_state_ShPn = inputs
     if boundary_state_ShPn is not None and ctx.needs_input_grad[9]:
         raise ValueError(
-            "ssd_scan: boundary_state requires a gradient; training starts every sequence at its first token, so only a constant "
-            "state is accepted: pass boundary_state.detach(), or None"
+            "ssd_scan: boundary_state requires a gradient; only a constant state is accepted, as training starts every "
+            "sequence at its first token: pass boundary_state.detach(), or None"
         )
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, boundary_state_ShPn)
@@ -174,32 +202,37 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad_ThP, _):
-    """Return the gradients of the chunked formulation in fp32; sequences with as many chunks are taken together."""
+    """Return the gradients of the chunked formulation in fp32, a few sequences with equally many chunks at a time."""
     x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h, cu_seqlens_S1, state_ShPn = ctx.saved_tensors
-    rows = [v.float() for v in (x_ThP, dt_Th, B_TGn, C_TGn)]
-    shared = [v.float() for v in (A_h, D_h, dt_bias_h)]
+    rows, shared = (x_ThP, dt_Th, B_TGn, C_TGn), [v.float() for v in (A_h, D_h, dt_bias_h)]
     grad_rows, grad_shared = [torch.zeros_like(v) for v in rows], [torch.zeros_like(v) for v in shared]
-    lengths_S = cu_seqlens_S1.diff().long()
-    chunks_S = -(-lengths_S // ctx.chunk_size)
-    for num_chunks in chunks_S.unique().tolist():
-        if num_chunks == 0:
-            continue
-        members = (chunks_S == num_chunks).nonzero()[:, 0]
-        state = None if state_ShPn is None else state_ShPn[members]
-        index_SL = cu_seqlens_S1[members, None].long() + torch.arange(num_chunks * ctx.chunk_size)
+    for members, num_chunks in _alike(cu_seqlens_S1, ctx.chunk_size, x_ThP.shape[1] * B_TGn.shape[2] * x_ThP.shape[2]):
+        index_SL = cu_seqlens_S1[members, None].long() + torch.arange(num_chunks * ctx.chunk_size, device=x_ThP.device)
         live_SL = index_SL < cu_seqlens_S1[members + 1, None]
         index_SL = index_SL.where(live_SL, 0)
-        grads = _chunks_vjp([_masked(v, index_SL, live_SL) for v in rows], shared, state, _masked(grad_ThP, index_SL, live_SL), ctx.chunk_size)
+        state = None if state_ShPn is None else state_ShPn[members]
+        inputs, grad = [_padded(v, index_SL, live_SL) for v in rows], _padded(grad_ThP, index_SL, live_SL)
+        grads = _chunks_vjp(inputs, shared, state, grad, ctx.chunk_size)
         for total, grad in zip(grad_rows, grads[:4], strict=True):
-            total[index_SL[live_SL]] = grad[live_SL]
+            total[index_SL[live_SL]] = grad[live_SL].to(total.dtype)
         for total, grad in zip(grad_shared, grads[4:], strict=True):
             total += grad
-    grad_x, grad_dt, grad_B, grad_C = (g.to(v.dtype) for g, v in zip(grad_rows, (x_ThP, dt_Th, B_TGn, C_TGn), strict=True))
+    grad_x, grad_dt, grad_B, grad_C = grad_rows
     grad_A, grad_D, grad_bias = (g.to(v.dtype) for g, v in zip(grad_shared, (A_h, D_h, dt_bias_h), strict=True))
     return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_bias, None, None, None
 
 
-def _masked(rows: Tensor, index_SL: Tensor, live_SL: Tensor) -> Tensor:
+def _alike(cu_seqlens_S1: Tensor, chunk_size: int, state_elements: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield (sequence numbers, their number of chunks), a cache full at a time."""
+    chunks_S = (cu_seqlens_S1.diff().long() + chunk_size - 1) // chunk_size
+    for num_chunks in chunks_S.unique().tolist():
+        alike = (chunks_S == num_chunks).nonzero()[:, 0]
+        if num_chunks:
+            for members in alike.split(max(1, _BLOCK_ELEMENTS // (state_elements * num_chunks))):
+                yield members, num_chunks
+
+
+def _padded(rows: Tensor, index_SL: Tensor, live_SL: Tensor) -> Tensor:
     picked = rows[index_SL].float()
     return picked.masked_fill_(~live_SL.view(*live_SL.shape, *[1] * (rows.dim() - 1)), 0.0)
 
