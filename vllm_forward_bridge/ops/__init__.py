@@ -9,6 +9,8 @@ from vllm_forward_bridge.ops.causal_conv1d import causal_conv1d as causal_conv1d
 from vllm_forward_bridge.ops.fp8_linear import fp8_linear as fp8_linear
 from vllm_forward_bridge.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from vllm_forward_bridge.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
+from vllm_forward_bridge.ops.logprob import logprob as logprob
+from vllm_forward_bridge.ops.logprob import sample as sample
 from vllm_forward_bridge.ops.moe_combine import moe_combine as moe_combine
 from vllm_forward_bridge.ops.moe_experts import moe_experts as moe_experts
 from vllm_forward_bridge.ops.nvfp4_linear import nvfp4_linear as nvfp4_linear

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the tensors of an op's call against the letters in their names; one error lists everything wrong."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -45,26 +47,32 @@ def require_master(op: str, *masters: Tensor | None) -> None:
     """
     if any(master is None for master in masters):
         raise ValueError(
-            f"{op} was called without its bf16 master weight and is now asked for its input's gradient; the stored bytes "
+            f"{op} was called without its bf16 master weight and is now asked for a gradient; the stored bytes "
             "have no gradient, the backward multiplies by the master: pass the master weight to the forward"
         )
 
 
 def _shape_problems(name: str, shape: tuple[int, ...], letters: str, sizes: dict, shown_by: dict) -> list[str]:
-    words = letters.split()
+    words = _words(letters)
     if not words and shape in ((), (1,)):
         return []
     if len(shape) != len(words) or not words:
-        wanted = f"[{', '.join(words)}]" if words else "[] or [1]"
+        wanted = f"[{', '.join(letters.split())}]" if words else "[] or [1]"
         return [f"{name} has shape {list(shape)}; {wanted} is accepted: reshape it or pass the tensor that has it"]
     problems = []
-    for size, word in zip(shape, words, strict=True):
-        letter, _, divisor = word.partition("/")
-        whole = size * int(divisor or 1)
+    for size, (letter, divisor) in zip(shape, words, strict=True):
+        whole = size * divisor
         if sizes.setdefault(letter, whole) != whole:
             problems.append(
                 f"{name} has shape {list(shape)}, so {letter} = {whole}, but {letter} = {sizes[letter]} in "
-                f"{shown_by[letter]}; [{', '.join(words)}] is accepted: pass tensors of one {letter}"
+                f"{shown_by[letter]}; [{', '.join(letters.split())}] is accepted: pass tensors of one {letter}"
             )
         shown_by.setdefault(letter, name)
     return problems
+
+
+@cache
+def _words(letters: str) -> tuple[tuple[str, int], ...]:
+    """Parse "N K/2" to (("N", 1), ("K", 2))."""
+    parts = (word.partition("/") for word in letters.split())
+    return tuple((letter, int(divisor or 1)) for letter, _, divisor in parts)

@@ -19,6 +19,7 @@ FIXED_POINT_BITS = 20
 E4M3_UNIT = 2.0**-9
 """Every e4m3fn value is a whole multiple of this, at most 448 / E4M3_UNIT = 229,376 times."""
 _DOUBLE_BITS = 53
+_E4M3_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double() / E4M3_UNIT
 # Elementwise loops below torch's grain size (32,768) stay on one thread; every vector loop steps by a divisor of 64.
 _SERIAL_ELEMENTS = 32768
 _VECTOR_ELEMENTS = 64
@@ -56,9 +57,8 @@ def fixed_point(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         (integers, unit): float64 whole numbers of the same shape with |integers| <= 2^bits, and float64 [..., 1] powers
         of two; values = integers * unit within unit / 2.
     """
-    exponent = _row_exponent(values)
-    integers = values.double().mul_(_power_of_two(bits - exponent)).round_()
-    return integers, _power_of_two(exponent - bits)
+    unit = _power_of_two_within(values).mul_(2.0 ** (1 - bits))
+    return values.double().mul_(unit.reciprocal()).round_(), unit
 
 
 def bits_left(num_summed: int, largest: int) -> int:
@@ -68,8 +68,7 @@ def bits_left(num_summed: int, largest: int) -> int:
 
 def e4m3_integers(codes: Tensor) -> Tensor:
     """Return the e4m3fn `codes` as float64 whole numbers in units of 2^-9; NaN codes stay NaN."""
-    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double() / E4M3_UNIT
-    return table.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)
+    return _E4M3_TABLE.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)
 
 
 def halving_sum(values: Tensor) -> Tensor:
@@ -137,19 +136,18 @@ def _by_vector_loop(function_: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return buffer[:length].view(x.shape)
 
 
-def _row_exponent(values: Tensor) -> Tensor:
-    """Return int64 [..., 1]: the smallest e >= -126 of a normal row with |row| < 2^e, read from the exponent bits."""
+def _power_of_two_within(values: Tensor) -> Tensor:
+    """Return float64 [..., 1]: the largest power of two, 2^-126 to 2^127, not above the row's largest magnitude.
+
+    Read from the exponent bits of bf16 or fp32, so an infinity or a NaN in the row does not make it one.
+    """
     if values.dtype == torch.bfloat16:
-        size = values.view(torch.int16) & 0x7FFF
-        biased = size.amax(-1, keepdim=True) >> 7
+        largest = (values.view(torch.int16) & 0x7FFF).amax(-1, keepdim=True)
+        power = (largest & 0x7F80).view(torch.bfloat16)
     else:
-        size = values.view(torch.int32) & 0x7FFFFFFF
-        biased = size.amax(-1, keepdim=True) >> 23
-    return biased.long() - 126
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return ((exponent + 1023) << 52).view(torch.float64)
+        largest = (values.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)
+        power = (largest & 0x7F800000).view(torch.float32)
+    return power.double().clamp_(2.0**-126, 2.0**127)
 
 
 def _ceil_log2(number: int) -> int:

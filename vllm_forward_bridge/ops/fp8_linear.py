@@ -73,8 +73,8 @@ def _setup(ctx, inputs: tuple, output: Tensor) -> None:
 
 def _backward(ctx, grad_y_TN: Tensor) -> tuple[Tensor | None, ...]:
     x_TK, weight_NK = ctx.saved_tensors
-    needs_x, _, _, _, needs_weight = ctx.needs_input_grad
     require_master("fp8_linear", weight_NK)
+    needs_x, _, _, _, needs_weight = ctx.needs_input_grad
     grad_x, grad_weight = linear_gradients(grad_y_TN, x_TK, weight_NK, needs_x=needs_x, needs_weight=needs_weight)
     return grad_x, None, None, None, grad_weight
 

@@ -69,13 +69,14 @@ def _setup(ctx, inputs: tuple, output: Tensor) -> None:
 
 def _backward(ctx, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     rows_TkH, weights_Tk = ctx.saved_tensors
-    needs_rows, needs_weights, _, needs_shared = ctx.needs_input_grad
+    # An argument that keeps its default is not among the inputs.
+    needs_rows, needs_weights, _, *needs_shared = ctx.needs_input_grad
     grad_rows, grad_weights = moe_combine_gradients(grad_y_TH, rows_TkH, weights_Tk, ctx.factor)
     return (
         grad_rows.to(rows_TkH.dtype) if needs_rows else None,
         grad_weights.to(weights_Tk.dtype) if needs_weights else None,
         None,
-        grad_y_TH if needs_shared else None,
+        grad_y_TH if any(needs_shared) else None,
     )
 
 

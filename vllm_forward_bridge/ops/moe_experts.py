@@ -14,7 +14,7 @@ from itertools import batched
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import exact, nvfp4_decode
+from vllm_forward_bridge.ops import exact, humming_gemm, nvfp4_decode, operands
 from vllm_forward_bridge.ops.arguments import check, require_master
 from vllm_forward_bridge.ops.gradients import product, wide
 from vllm_forward_bridge.ops.relu_squared import rectified_square, relu_squared_gradient
@@ -56,8 +56,8 @@ def moe_experts(
         rows_TkH: bf16, not weighted; zero where the id is -1.
 
     Raises:
-        ValueError: an argument has another dtype, shape or layout, or an id is out of range; or, in the backward,
-            there is no master.
+        ValueError: an argument has another dtype, shape or layout, or an id is out of range; or, in the
+            backward, there is no master.
     """
     rows_TkH, _ = _moe_experts(
         x_TH, expert_ids_Tk, fc1_codes_EFB, fc1_block_scale_EFB, fc1_global_scale_E,
@@ -107,8 +107,8 @@ def _ids_problem(expert_ids_Tk: Tensor, num_experts: int) -> str:
         low, high = (int(bound) for bound in expert_ids_Tk.aminmax())
         if low < -1 or high >= num_experts:
             return (
-                f"expert_ids_Tk spans {low} to {high}; -1 to {num_experts - 1} is accepted, the experts whose bytes are "
-                "here: mark the others -1"
+                f"expert_ids_Tk spans {low} to {high}; -1 to {num_experts - 1} is accepted, the experts whose bytes "
+                "are here: mark the others -1"
             )
     return ""
 
@@ -157,19 +157,23 @@ def _grouped_linear(
     num_out = codes_ENB.shape[1]
     sums_RN = integers_RK.new_empty(len(integers_RK), num_out)
     for spans in batched(plan.spans, max(1, _DECODED_WEIGHTS // (num_out * x.shape[-1]))):
-        experts = [expert for expert, _, _ in spans]
-        scale = block_scale_ENB.view(torch.uint8)[experts].view(torch.float8_e4m3fn)
-        weights = nvfp4_decode.decoded_integers(codes_ENB[experts], scale)
+        experts = torch.tensor([expert for expert, _, _ in spans])
+        # index_select takes bytes, not every float8 type.
+        scale = block_scale_ENB.view(torch.uint8).index_select(0, experts).view(torch.float8_e4m3fn)
+        weights = nvfp4_decode.decoded_integers(codes_ENB.index_select(0, experts), scale)
         for weight_NK, (_, start, stop) in zip(weights, spans, strict=True):
             sums_RN[start:stop] = exact.integer_matmul(integers_RK[start:stop], weight_NK)
     scale_R1 = global_scale_E.double()[plan.expert_R].unsqueeze(-1) * nvfp4_decode.UNIT
     return sums_RN.mul_(unit_R1).mul_(scale_R1).float().bfloat16()
 
 
+_moe_experts.register_kernel("cuda")(humming_gemm.moe_experts)
+
+
 @_moe_experts.register_fake
 def _(x_TH, expert_ids_Tk, fc1_codes_EFB, fc1_block_scale_EFB, fc1_global_scale_E, fc2_codes_EHB, *_) -> tuple:
     slots = tuple(expert_ids_Tk.shape)
-    return x_TH.new_empty(*slots, fc2_codes_EHB.shape[1]), x_TH.new_empty(*slots, fc1_codes_EFB.shape[1])
+    return x_TH.new_empty(*slots, x_TH.shape[1]), x_TH.new_empty(*slots, operands.num_columns(fc2_codes_EHB))
 
 
 @torch.library.custom_op("vllm_forward_bridge::moe_experts_gradients", mutates_args=())

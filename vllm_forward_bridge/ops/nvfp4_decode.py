@@ -16,6 +16,10 @@ LARGEST = int(6.0 * 448.0 / UNIT)
 MAX_FEATURES = 32768
 """Above this K the activation would keep fewer than 16 bits beside the weight in an exact sum."""
 
+_DOUBLED = torch.tensor(CODE_VALUES + tuple(0.0 - value for value in CODE_VALUES)) * 2.0
+# [256] words of 8 bytes, each two fp32: the doubled values of the low and of the high nibble.
+_PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), dim=-1).view(torch.float64).view(256)
+
 
 def activation_bits(num_features: int) -> int:
     """Return the fixed-point bits of an activation row of `num_features` that multiplies NVFP4 integers exactly."""
@@ -41,13 +45,7 @@ def decoded_integers(codes: Tensor, block_scale: Tensor) -> Tensor:
         block_scale: e4m3fn [..., N, K/16].
     """
     # One look-up decodes both nibbles of a byte: the pair of fp32 values is moved as one 8-byte word.
-    pairs = _pair_table().index_select(0, codes.reshape(-1).int())
+    pairs = _PAIRS.index_select(0, codes.reshape(-1).int())
     blocks = pairs.view(torch.float32).view(*block_scale.shape, BLOCK)
     # At most 22 bits, so fp32 holds the product exactly.
     return (blocks * exact.e4m3_integers(block_scale).float().unsqueeze(-1)).flatten(-2).double()
-
-
-def _pair_table() -> Tensor:
-    """Return [256] words of 8 bytes, each two fp32: the doubled values of the low and the high nibble."""
-    doubled = torch.tensor(CODE_VALUES + tuple(0.0 - value for value in CODE_VALUES)) * 2.0
-    return torch.stack((doubled.repeat(16), doubled.repeat_interleave(16)), dim=-1).view(torch.float64).view(256)

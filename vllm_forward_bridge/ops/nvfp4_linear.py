@@ -66,8 +66,9 @@ def _setup(ctx, inputs: tuple, output: Tensor) -> None:
 
 def _backward(ctx, grad_y_TN: Tensor) -> tuple[Tensor | None, ...]:
     x_TK, weight_NK = ctx.saved_tensors
-    needs_x, _, _, _, needs_weight, *_ = ctx.needs_input_grad
     require_master("nvfp4_linear", weight_NK)
+    # An argument that keeps its default is not among the inputs.
+    needs_x, _, _, _, needs_weight, *_ = ctx.needs_input_grad
     grad_x, grad_weight = linear_gradients(grad_y_TN, x_TK, weight_NK, needs_x=needs_x, needs_weight=needs_weight)
     return grad_x, None, None, None, grad_weight, None
 
