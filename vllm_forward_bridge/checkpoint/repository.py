@@ -17,6 +17,7 @@ from vllm_forward_bridge.checkpoint.safetensors_file import (
     TensorSpec,
     disk_order,
     header_text,
+    read_bytes,
     read_header,
     write_file,
 )
@@ -25,6 +26,7 @@ from vllm_forward_bridge.model_config import ModelConfig, load_model_config
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_DOWNLOAD_FOLDERS = (".git", ".cache")
 
 
 class Repository:
@@ -59,23 +61,17 @@ class Repository:
     def fetch(self, name: str) -> Tensor:
         """Return a tensor read into memory of its own; threads may call it at once."""
         spec = self._spec(name)
-        out = torch.empty(spec.num_bytes, dtype=torch.uint8)
-        with (self.path / spec.shard).open("rb", buffering=0) as file:
-            file.seek(self.headers[spec.shard].starts[name])
-            view, done = memoryview(out.numpy()), 0
-            while done < spec.num_bytes:
-                count = file.readinto(view[done:])
-                if not count:
-                    raise ValueError(
-                        f"{spec.shard}: ended inside {name}, {done} of {spec.num_bytes} bytes read; fetch it"
-                    )
-                done += count
-        return out.view(spec.dtype).reshape(spec.shape)
+        return self.fetch_bytes(name, 0, spec.num_bytes).view(spec.dtype).reshape(spec.shape)
+
+    def fetch_bytes(self, name: str, start: int, count: int) -> Tensor:
+        """Return `count` bytes of a tensor from byte `start`, uint8 [count]."""
+        spec = self._spec(name)
+        return read_bytes(self.path / spec.shard, self.headers[spec.shard].starts[name] + start, count, name)
 
     def other_files(self) -> list[Path]:
-        """Return every file that is not a shard, relative to the repository, sorted."""
+        """Return every file that is not a shard, relative to the repository, sorted; not those of a download tool."""
         files = (f.relative_to(self.path) for f in self.path.rglob("*") if f.is_file())
-        return sorted(f for f in files if str(f) not in self.headers)
+        return sorted(f for f in files if str(f) not in self.headers and f.parts[0] not in _DOWNLOAD_FOLDERS)
 
     def _spec(self, name: str) -> TensorSpec:
         if name not in self.table:
@@ -176,7 +172,8 @@ def write_repository(
         shards.setdefault(spec.shard, []).append(spec)
     for name, members in shards.items():
         ordered = disk_order(members)
-        write_file(partial / name, header_text(ordered), ordered, read)
+        announced = {spec.name: spec for spec in ordered}
+        write_file(partial / name, header_text(ordered), ordered, lambda n, a=announced: [_checked(a[n], read(n))])
     contents = dict(files)
     if list(shards) != [SINGLE_FILE]:
         contents[INDEX_FILE] = _index_text([spec for members in shards.values() for spec in members])
@@ -184,6 +181,14 @@ def write_repository(
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         (partial / name).write_bytes(content.encode() if isinstance(content, str) else content)
     finish_folder(partial, path)
+
+
+def _checked(spec: TensorSpec, tensor: Tensor) -> Tensor:
+    if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+        raise ValueError(
+            f"{spec.name} is {tensor.dtype} {tuple(tensor.shape)}; {spec.text} was announced: pass the tensor it names"
+        )
+    return tensor
 
 
 def _index_text(specs: list[TensorSpec]) -> str:

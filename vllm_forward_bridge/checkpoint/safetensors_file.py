@@ -119,26 +119,51 @@ def disk_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
 
 
-def write_file(path: Path, text: str, specs: Iterable[TensorSpec], read: Callable[[str], Tensor]) -> None:
-    """Write one file: header `text`, then each tensor of `specs` in order, fetched by `read` when its turn comes.
+def write_file(path: Path, text: str, specs: Iterable[TensorSpec], blocks: Callable[[str], Iterable[Tensor]]) -> None:
+    """Write one file: header `text`, then each tensor of `specs` in order, in blocks fetched when their turn comes.
+
+    Args:
+        path: file to write; it is on disk when the function returns.
+        text: of the header.
+        specs: the tensors in order.
+        blocks: returns the blocks of a tensor in order; their bytes are written one after the other.
 
     Raises:
-        ValueError: `read` returned another dtype or shape than the spec says.
+        ValueError: the blocks of a tensor have another dtype or size than the spec says.
     """
     raw = text.encode()
     with path.open("wb") as file:
         file.write(len(raw).to_bytes(_LENGTH_BYTES, "little"))
         file.write(raw)
         for spec in specs:
-            tensor = read(spec.name)
-            if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+            written = 0
+            for block in blocks(spec.name):
+                file.write(byte_view(block).numpy().data)
+                written += block.nbytes
+            if written != spec.num_bytes:
                 raise ValueError(
-                    f"{spec.name} for {path.name} is {tensor.dtype} {tuple(tensor.shape)}; {spec.text} was announced: "
-                    "pass the tensor that the table names"
+                    f"{path}: {spec.name} came with {written} bytes; {spec.text} was announced, pass that tensor"
                 )
-            file.write(byte_view(tensor).numpy().data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def read_bytes(path: Path, start: int, count: int, what: str) -> Tensor:
+    """Return bytes of a file as uint8 [count] in memory of their own.
+
+    Raises:
+        ValueError: the file ends before; the message names it and `what`.
+    """
+    out = torch.empty(count, dtype=torch.uint8)
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        view, done = memoryview(out.numpy()), 0
+        while done < count:
+            step = file.readinto(view[done:])
+            if not step:
+                raise ValueError(f"{path}: ended inside {what} at byte {start + done}; it is cut off: copy it again")
+            done += step
+    return out
 
 
 def byte_view(tensor: Tensor) -> Tensor:
