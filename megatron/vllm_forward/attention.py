@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.collectives import gather_rows
 from megatron.vllm_forward.deployed import Deployed, View

@@ -45,9 +45,7 @@ def bf16_linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     return F.linear(x_TK, weight_NK)
 
 
-def fp8_linear(
-    x_TK: Tensor, codes_NK: Tensor, weight_scale: Tensor, input_scale: Tensor, weight_NK: Tensor
-) -> Tensor:
+def fp8_linear(x_TK: Tensor, codes_NK: Tensor, weight_scale: Tensor, input_scale: Tensor, weight_NK: Tensor) -> Tensor:
     """Multiply by the dequantised weight; activations stay bf16."""
     return F.linear(x_TK, _StraightThrough.apply(fp8_dequantize(codes_NK, weight_scale), weight_NK))
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.deployed import View
 

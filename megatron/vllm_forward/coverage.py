@@ -3,13 +3,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from torch import nn
-
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
 from megatron.vllm_forward.attention import Attention, CoreAttention
 from megatron.vllm_forward.carried import CarriedTensors
 from megatron.vllm_forward.linear import Linear, QkvLinear
@@ -32,8 +32,16 @@ _EXACT = {
 # Letter -> type of the layer, name of its residual add, types of its parts.
 _LAYER_PARTS = {
     "M": (MambaLayer, "mamba_bda", {"norm": RmsNorm, "mixer": MambaMixer}),
-    "*": (TransformerLayer, "self_attn_bda", {"input_layernorm": RmsNorm, "self_attention": Attention, "mlp": IdentityOp}),
-    "E": (MoeTransformerLayer, "mlp_bda", {"self_attention": IdentityOp, "pre_mlp_layernorm": RmsNorm, "mlp": MoeLayer}),
+    "*": (
+        TransformerLayer,
+        "self_attn_bda",
+        {"input_layernorm": RmsNorm, "self_attention": Attention, "mlp": IdentityOp},
+    ),
+    "E": (
+        MoeTransformerLayer,
+        "mlp_bda",
+        {"self_attention": IdentityOp, "pre_mlp_layernorm": RmsNorm, "mlp": MoeLayer},
+    ),
 }
 
 

@@ -143,7 +143,7 @@ _PATCHES = (
         ("new_state", "device", "graph_safe"),
     ),
     # Compiles and warms up CUDA kernels; on a host there is nothing to warm up.
-    Patch("megatron.training.initialize", "set_jit_fusion_options", _answer(None), ()),
+    Patch("megatron.training.training", "set_jit_fusion_options", _answer(None), ("tp_size",)),
 )
 
 
@@ -155,7 +155,9 @@ def on_cpu() -> Iterator[None]:
         RuntimeError: a GPU is there; the real calls must be used then.
     """
     if torch.cuda.is_available():
-        raise RuntimeError("on_cpu was entered, but this machine has a GPU; run without it, Megatron allocates there itself")
+        raise RuntimeError(
+            "on_cpu was entered, but this machine has a GPU; run without it, Megatron allocates there itself"
+        )
     tracker = logging.getLogger("megatron.core.tensor_parallel.random")
     tracker.addFilter(_is_not_about_shared_state)
     try:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
 from vllm_forward_bridge.quantization import RequantizeReport
 
 
@@ -23,18 +23,12 @@ class View:
     shape: tuple[int, ...]
     """Deployment shape; the alias may have another one with the same element order."""
 
-    def write(self, source: Tensor) -> None:
-        """Copy a deployment tensor into the module.
-
-        Raises:
-            ValueError: dtype or shape is not the deployment one.
-        """
-        if source.dtype != self.tensor.dtype or tuple(source.shape) != self.shape:
-            raise ValueError(
-                f"{self.name} is {source.dtype} {tuple(source.shape)}; "
-                f"{self.tensor.dtype} {self.shape} is needed, the format that the model was built with"
-            )
-        self.tensor.copy_(source.reshape(self.tensor.shape))
+    def problems(self, source: Tensor) -> list[str]:
+        """Say why a tensor cannot be copied here; nothing if it can."""
+        if source.dtype == self.tensor.dtype and tuple(source.shape) == self.shape:
+            return []
+        wanted = f"{self.tensor.dtype} {list(self.shape)}"
+        return [f"{self.name}: {source.dtype} {list(source.shape)}; {wanted} is needed, the format of the build"]
 
     def read(self) -> Tensor:
         """Return the deployment tensor, contiguous; it may alias the module."""

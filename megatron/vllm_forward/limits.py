@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-
 from megatron.core.transformer.transformer_config import TransformerConfig
+
 from megatron.vllm_forward.bridge import Bridge, layer_name
 from vllm_forward_bridge.model_config import ModelConfig
 
@@ -120,7 +120,9 @@ def _format_problems(bridge: Bridge) -> Iterator[str]:
         "*": {"q_proj": ("BF16",), "k_proj": ("BF16",), "v_proj": ("BF16",), "o_proj": linear},
         "E": {"shared_experts.up_proj": linear, "shared_experts.down_proj": linear},
     }
-    experts = {f"experts.{e}.{p}": ("W4A16_NVFP4",) for e in range(model.n_routed_experts) for p in ("up_proj", "down_proj")}
+    experts = {
+        f"experts.{e}.{p}": ("W4A16_NVFP4",) for e in range(model.n_routed_experts) for p in ("up_proj", "down_proj")
+    }
     accepted["E"] |= experts
     names = [
         (f"{layer_name(number)}.mixer.{part}", formats)

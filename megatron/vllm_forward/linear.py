@@ -6,10 +6,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.deployed import Deployed, View, empty_parameter
 from megatron.vllm_forward.formats import weight_format

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.collectives import all_to_all_rows
 from megatron.vllm_forward.deployed import Deployed, View, empty_parameter
@@ -127,8 +127,12 @@ class MambaMixer(Deployed):
     def _channels_by_rank(self, ranks: int) -> list[tuple[Tensor, Tensor]]:
         """Return, for each rank, the conv channels and the heads of its share."""
         device = self.A_log.device
-        sections = [section.chunk(ranks) for section in
-                    torch.arange(self.conv1d_bias.shape[0], device=device).split(list(self.model.conv_sections.values()))]
+        sections = [
+            section.chunk(ranks)
+            for section in torch.arange(self.conv1d_bias.shape[0], device=device).split(
+                list(self.model.conv_sections.values())
+            )
+        ]
         heads = torch.arange(self.model.mamba_num_heads, device=device).chunk(ranks)
         return [(torch.cat([section[rank] for section in sections]), heads[rank]) for rank in range(ranks)]
 

@@ -32,16 +32,16 @@ Around it:
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
 from megatron.vllm_forward.carried import CarriedTensors
 from megatron.vllm_forward.coverage import check_coverage
-from megatron.vllm_forward.output import OutputLayer, Sampling, plain_sampling
 from megatron.vllm_forward.limits import check_build
+from megatron.vllm_forward.output import OutputLayer, Sampling, plain_sampling
 from megatron.vllm_forward.packing import to_packed
 from megatron.vllm_forward.versions import deployed_modules, mark_bytes_current, mark_masters_changed
 

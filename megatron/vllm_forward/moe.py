@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.collectives import all_to_all_rows
 from megatron.vllm_forward.deployed import Deployed, View, empty_parameter
@@ -87,7 +87,14 @@ class ExpertWeight(Deployed):
     """One projection of all experts of this rank, stacked; other ranks of the expert-parallel group hold the rest."""
 
     def __init__(
-        self, shape: tuple[int, int, int], *, config: TransformerConfig, bridge: Bridge, init_method: Any, name: str, pgs: Any
+        self,
+        shape: tuple[int, int, int],
+        *,
+        config: TransformerConfig,
+        bridge: Bridge,
+        init_method: Any,
+        name: str,
+        pgs: Any,
     ) -> None:
         super().__init__()
         self.name = name
@@ -157,7 +164,9 @@ class Experts(MegatronModule):
         experts, hidden, width = model.n_routed_experts, model.hidden_size, model.moe_intermediate_size
         weight = partial(ExpertWeight, config=config, bridge=bridge, pgs=pg_collection)
         self.linear_fc1 = weight((experts, width, hidden), init_method=config.init_method, name="up_proj")
-        self.linear_fc2 = weight((experts, hidden, width), init_method=config.output_layer_init_method, name="down_proj")
+        self.linear_fc2 = weight(
+            (experts, hidden, width), init_method=config.output_layer_init_method, name="down_proj"
+        )
 
     def forward(self, x_TH: Tensor, expert_ids_Tk: Tensor) -> Tensor:
         """Return rows_TkH."""
@@ -212,7 +221,11 @@ class SharedExpert(MegatronModule):
             hidden, width, init_method=config.init_method, name=names["linear_fc1"], format=formats["linear_fc1"]
         )
         self.linear_fc2 = linear(
-            width, hidden, init_method=config.output_layer_init_method, name=names["linear_fc2"], format=formats["linear_fc2"]
+            width,
+            hidden,
+            init_method=config.output_layer_init_method,
+            name=names["linear_fc2"],
+            format=formats["linear_fc2"],
         )
 
     def forward(self, x_TH: Tensor) -> Tensor:

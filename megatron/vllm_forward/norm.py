@@ -2,9 +2,9 @@
 """RMS norms with Megatron's constructors: the one before a mixer, and the gated one inside the Mamba mixer."""
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.deployed import Parameters, empty_parameter
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.linear import Linear
 

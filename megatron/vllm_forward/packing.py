@@ -8,9 +8,8 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 
 @dataclass

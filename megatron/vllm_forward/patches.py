@@ -64,7 +64,9 @@ def _resolve(patch: Patch, problems: list[str]) -> tuple[Any, Any]:
     elif patch.parameters is not None:
         have = tuple(inspect.signature(value).parameters)[: len(patch.parameters)]
         if have != patch.parameters:
-            problems.append(f"{where} takes ({', '.join(have)}, ...); ({', '.join(patch.parameters)}, ...) was expected")
+            problems.append(
+                f"{where} takes ({', '.join(have)}, ...); ({', '.join(patch.parameters)}, ...) was expected"
+            )
     return owner, value
 
 

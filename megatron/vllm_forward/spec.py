@@ -8,6 +8,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
 from megatron.vllm_forward.attention import Attention
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.mamba import MambaMixer
@@ -45,3 +46,12 @@ def stack_spec(bridge: Bridge) -> ModuleSpec:
             moe_layer=ModuleSpec(module=MoeTransformerLayer, params=parts, submodules=moe),
         ),
     )
+
+
+SPEC: ModuleSpec | None = None
+
+
+def publish(bridge: Bridge) -> None:
+    """Put a model's spec where Megatron's `--spec megatron.vllm_forward.spec SPEC` reads it: a module attribute."""
+    global SPEC
+    SPEC = stack_spec(bridge)

@@ -6,13 +6,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.norm import RmsNorm
 from megatron.vllm_forward.packing import from_packed, packed_tokens, to_packed

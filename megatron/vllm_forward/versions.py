@@ -35,7 +35,9 @@ def deployment_version(model_chunks: Sequence[nn.Module]) -> int:
     """
     found = [unwrapped(chunk).deployment_version for chunk in model_chunks]
     if len(set(found)) != 1:
-        raise RuntimeError(f"the chunks of one model have versions {found}; they must change together: reload the model")
+        raise RuntimeError(
+            f"the chunks of one model have versions {found}; they must change together: reload the model"
+        )
     return found[0]
 
 

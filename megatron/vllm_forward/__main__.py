@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a Megatron script on the rollout's forward: python -m megatron.vllm_forward SCRIPT ... --vllm-forward FILE.toml."""
+
+import runpy
+import sys
+from pathlib import Path
+
+from megatron.vllm_forward.arguments import given_file
+from megatron.vllm_forward.launch import session
+from megatron.vllm_forward.patches import Patch, applied
+
+
+def main(argv: list[str]) -> None:
+    """Run the script with its own arguments, unmodified, as if python had been given its path.
+
+    Raises:
+        SystemExit: no script or no `--vllm-forward` was given.
+    """
+    if not argv or argv[0].startswith("-") or given_file(argv[1:]) is None:
+        raise SystemExit(
+            f"given: {' '.join(argv) or 'nothing'}\n"
+            "needed: python -m megatron.vllm_forward SCRIPT [the script's arguments] --vllm-forward FILE.toml\n"
+            "(with several processes: torchrun ... -m megatron.vllm_forward SCRIPT ...)"
+        )
+    script = argv[0]
+    # Python puts the script's folder first, so that it finds its neighbours.
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    with applied([Patch("sys", "argv", lambda found: argv)]), session():
+        runpy.run_path(script, run_name="__main__")
+
+
+# The guard matters: Megatron's checkpoint writer starts a process that imports this file again.
+if __name__ == "__main__":
+    main(sys.argv[1:])
