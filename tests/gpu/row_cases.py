@@ -16,6 +16,7 @@ from shapes import (
     INNER,
     KV_HEADS,
     QUERY_HEADS,
+    ROWS,
     SHARED_WIDTH,
     TOP_K,
     VOCAB,
@@ -36,6 +37,7 @@ class Case:
     weights: Callable[[], Rows]
     rows: Callable[[int], Rows]
     call: Callable[[Rows, Rows], Rows]
+    rows_at_most: int = ROWS
 
 
 def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -107,6 +109,28 @@ def _combine() -> Case:
     return Case("moe_combine", tuple, rows, lambda w, r: (ops.moe_combine(r[0], r[1], FACTOR, r[2]),))
 
 
+def _logprob(name: str, temperature: float, top_p: float, top_k: int) -> Case:
+    def rows(T):
+        generator = torch.Generator(device="cuda").manual_seed(11)
+        ids = torch.randint(0, VOCAB, (T,), generator=generator, device="cuda")
+        settings = [torch.full((T,), value, device="cuda") for value in (temperature, top_p)]
+        uniform = torch.rand(T, generator=generator, device="cuda", dtype=torch.float64)
+        return (
+            normal(T, VOCAB, scale=3.0, seed=12),
+            ids,
+            *settings,
+            torch.full_like(ids, top_k, dtype=torch.int32),
+            uniform,
+        )
+
+    def call(w, r):
+        *sampling, uniform = r[2:]
+        drawn = ops.sample(r[0], *sampling, uniform)
+        return drawn, ops.logprob(r[0], drawn, *sampling), ops.logprob(r[0], r[1], *sampling)
+
+    return Case(f"logprob[{name}]", tuple, rows, call, rows_at_most=1024)
+
+
 def _rows(width: int) -> Callable[[int], Rows]:
     return lambda T: (normal(T, width, seed=7),)
 
@@ -146,4 +170,7 @@ CASES = (
     _nvfp4(VOCAB, HIDDEN),
     _nvfp4(VOCAB // 2, HIDDEN),
     _experts(),
+    _logprob("plain", 1.0, 1.0, 0),
+    _logprob("T=0.7, top-p 0.95", 0.7, 0.95, 0),
+    _logprob("top-k 50", 1.0, 1.0, 50),
 )

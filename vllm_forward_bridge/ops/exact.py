@@ -127,6 +127,9 @@ def _log1p_exp(values: Tensor) -> Tensor:
 
 def _by_vector_loop(function_: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply an in-place float64 function to a padded copy of x, in pieces that one thread does alone; float64."""
+    if x.is_cuda:
+        # A GPU thread computes its element alone, wherever that lies.
+        return function_(x.to(torch.float64, copy=True))
     length = x.numel()
     # bits: a fresh buffer, whole vectors and serial pieces: no scalar tail, no stride and no split over threads.
     buffer = torch.ones(-(-length // _VECTOR_ELEMENTS) * _VECTOR_ELEMENTS, dtype=torch.float64)

@@ -20,7 +20,12 @@ def linear_gradients(
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return dtype(left @ right), multiplied and summed in fp32 (float64 for float64 operands)."""
+    """Return dtype(left @ right), multiplied and summed in fp32 (float64 for float64 operands).
+
+    A GPU multiplies bf16 operands as they are and sums in fp32.
+    """
+    if left.is_cuda and left.dtype == right.dtype == dtype:
+        return left @ right
     return (wide(left) @ wide(right)).to(dtype)
 
 

@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import exact
+from vllm_forward_bridge.ops import exact, triton_logprob
 from vllm_forward_bridge.ops.arguments import check
 from vllm_forward_bridge.ops.survivors import MAX_VOCAB, Cut, divisor, find_cut, masses, scaled_logits
 
@@ -142,6 +142,9 @@ def _range_problem(name: str, values_T: Tensor, allowed_T: Tensor, accepted: str
     return f"{name} has {int((~allowed_T).sum())} values such as {first}; {accepted} is accepted: correct the request"
 
 
+_logprob.register_kernel("cuda")(triton_logprob.logprob)
+
+
 @_logprob.register_fake
 def _(logits_TV, token_ids_T, temperature_T, top_p_T, top_k_T) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logprob_T = torch.empty_like(temperature_T)
@@ -151,6 +154,9 @@ def _(logits_TV, token_ids_T, temperature_T, top_p_T, top_k_T) -> tuple[Tensor, 
         logits_TV.new_empty(len(temperature_T), dtype=torch.int16),
         (torch.empty_like(token_ids_T)),
     )
+
+
+sample.register_kernel("cuda")(triton_logprob.sample)
 
 
 @sample.register_fake

@@ -77,8 +77,10 @@ def find_cut(logits_TV: Tensor, z_TV: Tensor, top_p_T: Tensor, top_k_T: Tensor) 
         top_k_T: int32; 0 is off, as is V and more.
     """
     num_rows, vocab = logits_TV.shape
+    device = logits_TV.device
     cut = Cut(
-        torch.full((num_rows,), _LOWEST_KEY, dtype=torch.int16), torch.full((num_rows,), vocab - 1, dtype=torch.int64)
+        torch.full((num_rows,), _LOWEST_KEY, dtype=torch.int16, device=device),
+        torch.full((num_rows,), vocab - 1, dtype=torch.int64, device=device),
     )
     num_kept_T = torch.where(top_k_T == 0, vocab, top_k_T).clamp(max=vocab)
     rows = ((num_kept_T < vocab) | (top_p_T < 1.0)).nonzero().squeeze(-1)
@@ -91,7 +93,7 @@ def find_cut(logits_TV: Tensor, z_TV: Tensor, top_p_T: Tensor, top_k_T: Tensor) 
 def _find_cut(keys_RV: Tensor, masses_RV: Tensor, top_p_R: Tensor, num_kept_R: Tensor) -> Cut:
     # bits: a stable sort ranks equal logits by their id.
     ranked_RV, id_RV = keys_RV.sort(dim=-1, descending=True, stable=True)
-    kept_RV = torch.arange(keys_RV.shape[-1]) < num_kept_R.unsqueeze(-1)
+    kept_RV = torch.arange(keys_RV.shape[-1], device=keys_RV.device) < num_kept_R.unsqueeze(-1)
     mass_RV = masses_RV.gather(-1, id_RV) * kept_RV
     before_RV = mass_RV.cumsum(-1) - mass_RV
     target_R = torch.where(top_p_R < 1.0, mass_RV.sum(-1) * top_p_R.double(), torch.inf)
