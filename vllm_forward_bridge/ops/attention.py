@@ -161,10 +161,11 @@ def attention_gradients(
     With P the weights and o = P v: dv = P^T g;  dS = P (g v^T - <g, o>) softmax_scale;  dq = dS k;  dk = dS^T q.
     """
     grad_q_Tqd, grad_k_Lgd, grad_v_Lgd = (torch.zeros_like(x) for x in (q_Tqd, k_Lgd, v_Lgd))
-    start_S = torch.tensor([0, *key_counts]).cumsum(0)
+    device = q_Tqd.device
+    start_S = torch.tensor([0, *key_counts], device=device).cumsum(0)
     num_kv_heads = k_Lgd.shape[1]
-    for group in split_attention.groups(query_counts, key_counts, q_Tqd.shape[1]):
-        position_L = torch.arange(group.num_keys)
+    for group in split_attention.groups(query_counts, key_counts, q_Tqd.shape[1], device):
+        position_L = torch.arange(group.num_keys, device=device)
         index_bL = (start_S[group.sequence_b, None] + position_L).clamp(max=len(k_Lgd) - 1)
         rows = group.row_bR.shape[1]
         q, g = (split_attention.by_kv_head(x[group.row_bR], num_kv_heads) for x in (q_Tqd, grad_Tqd))

@@ -85,13 +85,13 @@ def _extend(x_TC: Tensor, cu_seqlens_S1: Tensor, tail_SWC: Tensor | None, width:
     """Put each sequence's tail before it; return that tensor and where each packed row went."""
     gap = width - 1
     sequence_T = packed.sequence_of_rows(cu_seqlens_S1)
-    row_T = torch.arange(len(sequence_T)) + (sequence_T + 1) * gap
+    row_T = torch.arange(len(sequence_T), device=x_TC.device) + (sequence_T + 1) * gap
     sequences = len(cu_seqlens_S1) - 1
     extended_NC = x_TC.new_zeros(len(sequence_T) + sequences * gap, x_TC.shape[1])
     extended_NC[row_T] = x_TC[: len(sequence_T)]
     if tail_SWC is not None:
-        first_S = cu_seqlens_S1[:-1].long() + torch.arange(sequences) * gap
-        extended_NC[(first_S[:, None] + torch.arange(gap)).flatten()] = tail_SWC.flatten(0, 1)
+        first_S = cu_seqlens_S1[:-1].long() + torch.arange(sequences, device=x_TC.device) * gap
+        extended_NC[(first_S[:, None] + torch.arange(gap, device=x_TC.device)).flatten()] = tail_SWC.flatten(0, 1)
     return extended_NC, row_T
 
 
@@ -119,7 +119,7 @@ def _backward(ctx, grad_TC):
     sigmoid_NC = torch.sigmoid(total_NC)
     slope_NC = sigmoid_NC * (1 + total_NC * (1 - sigmoid_NC))
     # Rows of the tails get no gradient: they are the gaps that keep sequences apart.
-    d_NC = torch.zeros(outputs + 2 * gap, x_TC.shape[1])
+    d_NC = torch.zeros(outputs + 2 * gap, x_TC.shape[1], device=x_TC.device)
     d_NC[row_T] = grad_TC[: len(row_T)].float() * slope_NC[row_T - gap]
     grad_x_TC = grad_weight_CW = grad_bias_C = None
     if ctx.needs_input_grad[0]:

@@ -35,12 +35,13 @@ def ends_form(name: str, cu_seqlens_S1: Tensor) -> dict[str, Form]:
 def sequence_of_rows(cu_seqlens_S1: Tensor) -> Tensor:
     """Return for each packed row, padding excluded, the number of its sequence."""
     lengths_S = cu_seqlens_S1.diff().long()
-    return torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
+    return torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
 
 
 def offset_of_rows(cu_seqlens_S1: Tensor) -> Tensor:
     """Return for each packed row, padding excluded, its offset from the start of its sequence."""
-    return torch.arange(int(cu_seqlens_S1[-1])) - cu_seqlens_S1.long()[sequence_of_rows(cu_seqlens_S1)]
+    row_T = torch.arange(int(cu_seqlens_S1[-1]), device=cu_seqlens_S1.device)
+    return row_T - cu_seqlens_S1.long()[sequence_of_rows(cu_seqlens_S1)]
 
 
 @dataclass(frozen=True)

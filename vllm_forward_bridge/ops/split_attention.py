@@ -35,7 +35,9 @@ class Group:
     num_keys: int
 
 
-def groups(query_counts: list[int], key_counts: list[int], num_heads: int) -> Iterator[Group]:
+def groups(
+    query_counts: list[int], key_counts: list[int], num_heads: int, device: torch.device | str = "cpu"
+) -> Iterator[Group]:
     """Cut the query rows into tasks and gather tasks of like size; sequences own consecutive packed rows."""
     tasks: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     start = 0
@@ -50,16 +52,17 @@ def groups(query_counts: list[int], key_counts: list[int], num_heads: int) -> It
     for (rows, keys), alike in tasks.items():
         at_once = max(1, _GROUP_ELEMENTS // (num_heads * rows * keys))
         for first in range(0, len(alike), at_once):
-            yield _group(alike[first : first + at_once])
+            yield _group(alike[first : first + at_once], device)
 
 
-def _group(tasks: list[tuple[int, int, int, int]]) -> Group:
+def _group(tasks: list[tuple[int, int, int, int]], device: torch.device | str) -> Group:
     sequence_b, first_b, count_b, seen_b = torch.tensor(tasks).unbind(1)
     offset_R = torch.arange(int(count_b.max()))
     live_bR = offset_R < count_b[:, None]
     row_bR = torch.where(live_bR, first_b[:, None] + offset_R, first_b[:, None])
     visible_bR = torch.where(live_bR, (seen_b - count_b)[:, None] + 1 + offset_R, 1)
-    return Group(row_bR, live_bR, visible_bR, sequence_b, int(seen_b.max()))
+    maps = (index.to(device) for index in (row_bR, live_bR, visible_bR, sequence_b))
+    return Group(*maps, int(seen_b.max()))
 
 
 def _next_power_of_two(number: int) -> int:
