@@ -17,6 +17,7 @@ from vllm_forward_bridge import ops
 from vllm_forward_bridge.checkpoint.safetensors_file import TensorSpec
 from vllm_forward_bridge.checkpoint.tensor_table import linears, table_problems
 from vllm_forward_bridge.model_config import ModelConfig
+from vllm_forward_bridge.ops.operands import nvfp4_operands
 
 _LINEAR_FORMATS = ("BF16", "FP8", "W4A16_NVFP4")
 _EXPERT_FORMATS = ("W4A16_NVFP4",)
@@ -29,13 +30,15 @@ class Linear:
 
     weight_format: str
     tensors: tuple[Tensor, ...]
+    """As the op of the format takes them on this device; see `ops.operands`."""
+    num_features: int
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Return x times the transposed matrix, by the op of the format."""
         if self.weight_format == "FP8":
             return ops.fp8_linear(x_TK, *self.tensors, None)
         if self.weight_format == "W4A16_NVFP4":
-            return ops.nvfp4_linear(x_TK, *self.tensors, None)
+            return ops.nvfp4_linear(x_TK, *self.tensors, None, self.num_features)
         return ops.bf16_linear(x_TK, *self.tensors)
 
 
@@ -70,7 +73,7 @@ class ExpertWeights:
     router_weight_EH: Tensor
     expert_bias_E: Tensor
     experts: tuple[Tensor, ...]
-    """Codes, block scales and global scales of fc1, then of fc2: the six byte arguments of `moe_experts`."""
+    """Codes, block scales and global scales of fc1, then of fc2: the six arguments of `moe_experts` on this device."""
     shared_up: Linear
     shared_down: Linear
 
@@ -142,7 +145,11 @@ class _Source:
         weight_format = self.config.quantization.format_of(module)
         leaves = {"BF16": ("weight",), "FP8": ("weight", "weight_scale", "input_scale")}
         names = leaves.get(weight_format, ("weight", "weight_scale", "weight_scale_2"))
-        return Linear(weight_format, tuple(self.tensor(f"{module}.{leaf}") for leaf in names))
+        tensors = [self.tensor(f"{module}.{leaf}") for leaf in names]
+        num_features = len(tensors[0])
+        if weight_format == "W4A16_NVFP4":
+            tensors[:2] = nvfp4_operands(*tensors[:2])
+        return Linear(weight_format, tuple(tensors), num_features)
 
 
 def _mamba(source: _Source, mixer: str) -> MambaWeights:
@@ -168,22 +175,23 @@ def _attention(source: _Source, mixer: str) -> AttentionWeights:
         # A repository that declares an FP8 cache and stores no scale means 1.
         stored = source.tensor(name) if name in source.tensors else torch.ones((), device=source.device)
         scales[letter] = stored.reshape(())
-    qkv_proj = Linear("BF16", (torch.cat(parts, dim=1).flatten(0, 1),))
+    qkv_weight = torch.cat(parts, dim=1).flatten(0, 1)
+    qkv_proj = Linear("BF16", (qkv_weight,), len(qkv_weight))
     return AttentionWeights(qkv_proj, source.linear(f"{mixer}.o_proj"), scales["k"], scales["v"])
 
 
 def _experts(source: _Source, mixer: str) -> ExpertWeights:
-    stacks = []
+    experts: list[Tensor] = []
     for proj in ("up_proj", "down_proj"):
-        for leaf in ("weight", "weight_scale", "weight_scale_2"):
-            names = [f"{mixer}.experts.{expert}.{proj}.{leaf}" for expert in range(source.config.n_routed_experts)]
-            stack = source.stacked(names)
-            stacks.append(stack.reshape(-1) if leaf == "weight_scale_2" else stack)
+        names = [f"{mixer}.experts.{expert}.{proj}" for expert in range(source.config.n_routed_experts)]
+        leaves = ("weight", "weight_scale", "weight_scale_2")
+        codes, block_scale, global_scale = (source.stacked([f"{name}.{leaf}" for name in names]) for leaf in leaves)
+        experts += [*nvfp4_operands(codes, block_scale), global_scale.reshape(-1)]
     return ExpertWeights(
         # bits: vLLM on Hopper holds the router weight as bf16 of the stored F32.
         router_weight_EH=source.tensor(f"{mixer}.gate.weight").bfloat16(),
         expert_bias_E=source.tensor(f"{mixer}.gate.e_score_correction_bias"),
-        experts=tuple(stacks),
+        experts=tuple(experts),
         shared_up=source.linear(f"{mixer}.shared_experts.up_proj"),
         shared_down=source.linear(f"{mixer}.shared_experts.down_proj"),
     )
