@@ -164,7 +164,7 @@ def attention_gradients(
     device = q_Tqd.device
     start_S = torch.tensor([0, *key_counts], device=device).cumsum(0)
     num_kv_heads = k_Lgd.shape[1]
-    for group in split_attention.groups(query_counts, key_counts, q_Tqd.shape[1], device):
+    for group in split_attention.groups(query_counts, key_counts, q_Tqd.shape[1], k_Lgd[0].numel(), device):
         position_L = torch.arange(group.num_keys, device=device)
         index_bL = (start_S[group.sequence_b, None] + position_L).clamp(max=len(k_Lgd) - 1)
         rows = group.row_bR.shape[1]

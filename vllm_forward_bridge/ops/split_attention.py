@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over fixed splits of the keys on the CPU: the one arithmetic of `attention` (packed) and `cached_attention` (paged).
+"""Attention over fixed splits of the keys on the CPU: the one arithmetic of `attention` and `cached_attention`.
 
 A split is exact inside (integers in float64), so only the merge of splits has an order, and that is the order of positions.
 """
 
-# T packed query rows, N stored keys, q query heads, g KV heads, d head dim; b tasks of a group, R their rows, L their keys,
-# M rows of one KV head: R * q / g, K keys of one split.
+# T packed query rows, N stored keys, q query heads, g KV heads, d head dim; b tasks of a group, R their rows, L their
+# keys, M rows of one KV head: R * q / g, K keys of one split.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from vllm_forward_bridge.ops import exact
 
 LARGEST_SPLIT = 1 << 15
 """Keys a split may have: 20 bits of the weight, 18 of a stored value and 15 of the count fill a float64."""
-_LARGEST_CODE = 448 / exact.E4M3_UNIT
-_GROUP_ELEMENTS = 1 << 18  # scores computed at once; changes time and memory, never bits
+_GROUP_ELEMENTS = 1 << 18  # of the largest tensor of a group; changes time and memory, never bits
+_E4M3_NAN = 0x7F
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -36,9 +36,17 @@ class Group:
 
 
 def groups(
-    query_counts: list[int], key_counts: list[int], num_heads: int, device: torch.device | str = "cpu"
+    query_counts: list[int], key_counts: list[int], num_heads: int, key_width: int, device: torch.device | str = "cpu"
 ) -> Iterator[Group]:
-    """Cut the query rows into tasks and gather tasks of like size; sequences own consecutive packed rows."""
+    """Cut the query rows into tasks and gather tasks of like size; sequences own consecutive packed rows.
+
+    Args:
+        query_counts: query rows of each sequence.
+        key_counts: keys of each sequence; its queries are the last rows.
+        num_heads: query heads.
+        key_width: elements of one key over all KV heads.
+        device: where the index maps are wanted.
+    """
     tasks: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     start = 0
     for sequence, (queries, keys) in enumerate(zip(query_counts, key_counts, strict=True)):
@@ -50,7 +58,7 @@ def groups(
             tasks.setdefault(size, []).append((sequence, start + first, count, seen))
         start += queries
     for (rows, keys), alike in tasks.items():
-        at_once = max(1, _GROUP_ELEMENTS // (num_heads * rows * keys))
+        at_once = max(1, _GROUP_ELEMENTS // (keys * max(num_heads * rows, key_width)))
         for first in range(0, len(alike), at_once):
             yield _group(alike[first : first + at_once], device)
 
@@ -79,12 +87,12 @@ def attend(
     """
     out_Tqd = torch.zeros_like(q_Tqd)
     length_S = torch.tensor(key_counts)
-    for group in groups(query_counts, key_counts, q_Tqd.shape[1]):
+    for group in groups(query_counts, key_counts, q_Tqd.shape[1], key_codes_Ngd[0].numel()):
         # A position past the end is read at the sequence's last key; no row sees it.
         last_b1 = length_S[group.sequence_b, None] - 1
         index_bL = stored_at(group.sequence_b[:, None], torch.arange(group.num_keys).minimum(last_b1))
         key_bgLd, value_bgLd = (
-            exact.e4m3_integers(codes.view(torch.uint8)[index_bL].view(codes.dtype)).transpose(1, 2)
+            codes.view(torch.uint8).index_select(0, index_bL.flatten()).unflatten(0, index_bL.shape).transpose(1, 2)
             for codes in (key_codes_Ngd, value_codes_Ngd)
         )
         query_bgMd = by_kv_head(q_Tqd[group.row_bR], key_bgLd.shape[1])
@@ -107,15 +115,19 @@ def by_row(rows_bgMd: Tensor, num_rows: int) -> Tensor:
 
 
 def _attend_group(query_bgMd, key_bgLd, value_bgLd, visible_b1M1, score_scale, split_tokens):
+    """Return acc / l in fp32, [b, g, M, d]; keys and values are bytes of e4m3 codes."""
     query_bgMd, unit_bgM1 = exact.fixed_point(query_bgMd, exact.FIXED_POINT_BITS)
     unit_bgM1 = unit_bgM1 * exact.E4M3_UNIT
     merged = None
     for first in range(0, key_bgLd.shape[2], split_tokens):
-        keys = slice(first, first + split_tokens)
-        scores_bgMK = exact.integer_matmul(query_bgMd, key_bgLd[:, :, keys]).mul_(unit_bgM1).float().mul_(score_scale)
+        key_bgKd, value_bgKd = (
+            x[:, :, first : first + split_tokens].contiguous().view(torch.float8_e4m3fn) for x in (key_bgLd, value_bgLd)
+        )
+        scores_bgMK = exact.integer_matmul(query_bgMd, exact.e4m3_integers(key_bgKd))
+        scores_bgMK = scores_bgMK.mul_(unit_bgM1).float().mul_(score_scale)
         position_K = torch.arange(first, first + scores_bgMK.shape[-1])
         hidden_b1MK = position_K >= visible_b1M1
-        split = _split(scores_bgMK.masked_fill_(hidden_b1MK, -torch.inf), value_bgLd[:, :, keys], hidden_b1MK)
+        split = _split(scores_bgMK.masked_fill_(hidden_b1MK, -torch.inf), value_bgKd, hidden_b1MK)
         merged = split if merged is None else merge(merged, split)
     _, total_bgM1, weighted_bgMd = merged
     return weighted_bgMd / total_bgM1
@@ -129,10 +141,14 @@ def _split(scores_bgMK: Tensor, value_bgKd: Tensor, hidden_b1MK: Tensor) -> tupl
     # bits: the largest weight is 1, so one fixed grid serves every row; the sums below are then exact in any order.
     weight_bgMK = exact.exp(scores_bgMK - largest_bgM1).double().mul_(2.0**bits).round_()
     total_bgM1 = weight_bgMK.sum(-1, keepdim=True).mul_(2.0**-bits).float()
-    nan_bgKd = value_bgKd.isnan()
-    weighted_bgMd = exact.integer_matmul(weight_bgMK, value_bgKd.masked_fill(nan_bgKd, 0.0).transpose(2, 3))
+    integers_bgKd = exact.e4m3_integers(value_bgKd)
+    nan_bgKd = (value_bgKd.view(torch.uint8) & _E4M3_NAN) == _E4M3_NAN
+    has_nan = bool(nan_bgKd.any())
+    if has_nan:
+        integers_bgKd.masked_fill_(nan_bgKd, 0.0)
+    weighted_bgMd = exact.integer_matmul(weight_bgMK, integers_bgKd.transpose(2, 3))
     weighted_bgMd = weighted_bgMd.mul_(2.0**-bits * exact.E4M3_UNIT).float()
-    if nan_bgKd.any():
+    if has_nan:
         # 0 * NaN is NaN: a stored NaN must reach the rows that see it and no other.
         reached_bgMd = (~hidden_b1MK).double() @ nan_bgKd.double()
         weighted_bgMd.masked_fill_(reached_bgMd > 0, torch.nan)
