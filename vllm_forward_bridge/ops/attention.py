@@ -52,8 +52,9 @@ def attention(
     """Attend causally; a sequence's queries are the last rows of its keys.
 
     kc, vc = codes of k / k_scale, v / v_scale (`quantize_kv`). For each split of `split_tokens` keys, counted from
-    position 0: s = f32(q.kc) * f32(k_scale * softmax_scale);  m = max s;  p = exp(s - m) rounded to 2^-20;  l = f32(sum p);
-    acc = f32(sum p vc). Splits merge in order in fp32 (`split_attention.merge`);  out = bf16(acc / l * v_scale).
+    position 0: s = f32(q.kc) * f32(k_scale * softmax_scale);  m = max s;  p = exp(s - m) rounded to 2^-20;
+    l = f32(sum p);  acc = f32(sum p vc). Splits merge in order in fp32 (`split_attention.merge`);
+    out = bf16(acc / l * v_scale).
     q.kc is exact on q rounded to 20 bits below its row's largest element; the sums over p are exact.
 
     Args:
@@ -111,8 +112,8 @@ def _check(q_Tqd, k_Lgd, v_Lgd, k_scale, v_scale, cu_seqlens_q_S1, cu_seqlens_k_
 def key_count_problems(query_counts: list[int], key_counts: list[int]) -> list[str]:
     """List the sequences with fewer keys than queries."""
     return [
-        f"sequence {number} has {queries} queries and {keys} keys; at least as many keys are accepted, as the queries are the "
-        "last rows of the keys: pass the keys of the whole prefix"
+        f"sequence {number} has {queries} queries and {keys} keys; at least as many keys are accepted, as the queries "
+        "are the last rows of the keys: pass the keys of the whole prefix"
         for number, (queries, keys) in enumerate(zip(query_counts, key_counts, strict=True))
         if queries > keys
     ]
@@ -123,8 +124,8 @@ def head_problems(q_Tqd: Tensor, kv_heads: torch.Size) -> list[str]:
     if q_Tqd.dim() != 3 or len(kv_heads) != 1 or (kv_heads[0] and q_Tqd.shape[1] % kv_heads[0] == 0):
         return []
     return [
-        f"{q_Tqd.shape[1]} query heads with {kv_heads[0]} KV heads; a multiple is accepted, every KV head serves as many "
-        "query heads: change either"
+        f"{q_Tqd.shape[1]} query heads with {kv_heads[0]} KV heads; a multiple is accepted, every KV head serves as "
+        "many query heads: change either"
     ]
 
 
@@ -133,8 +134,8 @@ def split_problems(split_tokens: int) -> list[str]:
     if 1 <= split_tokens <= split_attention.LARGEST_SPLIT:
         return []
     return [
-        f"split_tokens is {split_tokens}; 1 to {split_attention.LARGEST_SPLIT} is accepted, as a longer split is not summed "
-        "exactly: change attention_split_tokens"
+        f"split_tokens is {split_tokens}; 1 to {split_attention.LARGEST_SPLIT} is accepted, as a longer split is not "
+        "summed exactly: change attention_split_tokens"
     ]
 
 
@@ -154,8 +155,9 @@ def _backward(ctx, grad_Tqd):
 
 
 def attention_gradients(
-    q_Tqd: Tensor, k_Lgd: Tensor, v_Lgd: Tensor, grad_Tqd: Tensor, query_counts: list[int], key_counts: list[int], softmax_scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q_Tqd: Tensor, k_Lgd: Tensor, v_Lgd: Tensor, grad_Tqd: Tensor, query_counts: list[int], key_counts: list[int],
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v of softmax(softmax_scale q k^T) v, in the dtype of q (fp32 or fp64).
 
     With P the weights and o = P v: dv = P^T g;  dS = P (g v^T - <g, o>) softmax_scale;  dq = dS k;  dk = dS^T q.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention over a paged cache of e4m3 codes; forward only, one arithmetic with `attention`."""
 
-# T packed query rows, S sequences, q query heads, g KV heads, d head dim, Y pages, Z tokens a page, B pages a table row.
+# T packed query rows, S sequences, q query heads, g KV heads, d head dim, Y pages, Z tokens a page, B table columns.
 
 import torch
 from torch import Tensor
@@ -50,9 +50,13 @@ def cached_attention(
         k_scale=(k_scale, fp32, ""), v_scale=(v_scale, fp32, ""),
     )  # fmt: skip
     page_tokens, table_SB = key_pages_YZgd.shape[1], block_table_SB.long()
+
+    def stored_at(sequence_b1, position_bL):
+        return table_SB[sequence_b1, position_bL // page_tokens] * page_tokens + position_bL % page_tokens
+
     return split_attention.attend(
-        q_Tqd, key_pages_YZgd.flatten(0, 1), value_pages_YZgd.flatten(0, 1), cu_seqlens_q_S1.diff().tolist(), kv_lens_S.tolist(),
-        lambda sequence_b1, position_bL: table_SB[sequence_b1, position_bL // page_tokens] * page_tokens + position_bL % page_tokens,
+        q_Tqd, key_pages_YZgd.flatten(0, 1), value_pages_YZgd.flatten(0, 1),
+        cu_seqlens_q_S1.diff().tolist(), kv_lens_S.tolist(), stored_at,
         k_scale.item(), v_scale.item(), softmax_scale, split_tokens,
     )  # fmt: skip
 
@@ -69,24 +73,24 @@ def _table_problems(block_table_SB, kv_lens_S, cu_seqlens_q_S1, key_pages_YZgd):
     sequences = len(cu_seqlens_q_S1) - 1
     if len(block_table_SB) != sequences or len(kv_lens_S) != sequences:
         return [
-            f"cu_seqlens_q names {sequences} sequences, block_table {len(block_table_SB)}, kv_lens {len(kv_lens_S)}; one row "
-            "a sequence is accepted, to know whose keys a query sees: build all three from the same batch"
+            f"cu_seqlens_q names {sequences} sequences, block_table {len(block_table_SB)}, kv_lens {len(kv_lens_S)}; "
+            "one row a sequence is accepted, to know whose keys a query sees: build all three from the same batch"
         ]
     num_pages, page_tokens = key_pages_YZgd.shape[:2]
     problems = key_count_problems(cu_seqlens_q_S1.diff().tolist(), kv_lens_S.tolist())
     pages_S = (kv_lens_S + page_tokens - 1) // page_tokens
     if int(pages_S.max()) > block_table_SB.shape[1]:
         return [*problems, (
-            f"a sequence of {int(kv_lens_S.max())} keys needs {int(pages_S.max())} pages of {page_tokens}, but block_table has "
-            f"{block_table_SB.shape[1]} columns; a column for every page is accepted, to find the keys: widen the table"
+            f"a sequence of {int(kv_lens_S.max())} keys needs {int(pages_S.max())} pages of {page_tokens}, but "
+            f"block_table has {block_table_SB.shape[1]} columns; one a page is accepted, to find the keys: widen it"
         )]  # fmt: skip
     read_SB = torch.arange(block_table_SB.shape[1]) < pages_S[:, None]
     wrong_SB = read_SB & ((block_table_SB < 0) | (block_table_SB >= num_pages))
     if wrong_SB.any():
         sequence, column = wrong_SB.nonzero()[0].tolist()
         problems.append(
-            f"block_table[{sequence}, {column}] is {int(block_table_SB[sequence, column])}; 0 to {num_pages - 1} is accepted, "
-            "the pages of the pool: allocate the page before the call"
+            f"block_table[{sequence}, {column}] is {int(block_table_SB[sequence, column])}; 0 to {num_pages - 1} is "
+            "accepted, the pages of the pool: allocate the page before the call"
         )
     return problems
 
@@ -94,8 +98,8 @@ def _table_problems(block_table_SB, kv_lens_S, cu_seqlens_q_S1, key_pages_YZgd):
 def _setup(ctx, inputs, output):
     if any(ctx.needs_input_grad):
         raise ValueError(
-            "cached_attention: an input requires a gradient; only constants are accepted, as stored codes have no gradient: "
-            "train with attention, or call this under torch.no_grad()"
+            "cached_attention: an input requires a gradient; only constants are accepted, as stored codes have no "
+            "gradient: train with attention, or call this under torch.no_grad()"
         )
 
 

@@ -70,8 +70,8 @@ def _check(x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC):
     problems = packed.cu_seqlens_problems("cu_seqlens_S1", cu_seqlens_S1, len(x_TC))
     if tail_SWC is not None and tail_SWC.dim() == 3 and tail_SWC.shape[1] != weight_CW.shape[-1] - 1:
         problems.append(
-            f"tail_SWC has {tail_SWC.shape[1]} rows a sequence for a window of {weight_CW.shape[-1]}; one less than the window "
-            "is accepted, the inputs the first row still sees: keep that many"
+            f"tail_SWC has {tail_SWC.shape[1]} rows a sequence for a window of {weight_CW.shape[-1]}; one less than "
+            "the window is accepted, the inputs the first row still sees: keep that many"
         )
     bf16 = torch.bfloat16
     check(
@@ -99,8 +99,8 @@ def _setup(ctx, inputs, output):
     x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC = inputs
     if ctx.needs_input_grad[4]:
         raise ValueError(
-            "causal_conv1d: tail requires a gradient; only a constant tail is accepted, as training starts every sequence at "
-            "its first token: pass tail.detach(), or None"
+            "causal_conv1d: tail requires a gradient; only a constant tail is accepted, as training starts every "
+            "sequence at its first token: pass tail.detach(), or None"
         )
     ctx.save_for_backward(x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC)
 

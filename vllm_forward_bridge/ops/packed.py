@@ -16,8 +16,8 @@ def cu_seqlens_problems(name: str, cu_seqlens_S1: Tensor, num_rows: int) -> list
     """List what is wrong with `cu_seqlens`; rows past its last entry are padding and allowed."""
     if cu_seqlens_S1.dtype != torch.int32 or cu_seqlens_S1.dim() != 1 or len(cu_seqlens_S1) < 2:
         return [
-            f"{name} is {cu_seqlens_S1.dtype} of shape {tuple(cu_seqlens_S1.shape)}; int32 [sequences + 1] is accepted, as "
-            "the kernels read it: list the start of every sequence and the end of the last"
+            f"{name} is {cu_seqlens_S1.dtype} of shape {tuple(cu_seqlens_S1.shape)}; int32 [sequences + 1] is "
+            "accepted, the kernels read no other: list the start of every sequence and the end of the last"
         ]
     starts = cu_seqlens_S1.tolist()
     if starts[0] != 0 or starts != sorted(starts):

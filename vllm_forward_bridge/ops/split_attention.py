@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over fixed splits of the keys on the CPU: the one arithmetic of `attention` and `cached_attention`.
 
-A split is exact inside (integers in float64), so only the merge of splits has an order, and that is the order of positions.
+A split is exact inside (integers in float64), so only the merge of splits has an order: that of positions.
 """
 
 # T packed query rows, N stored keys, q query heads, g KV heads, d head dim; b tasks of a group, R their rows, L their
@@ -79,7 +79,8 @@ def _next_power_of_two(number: int) -> int:
 
 def attend(
     q_Tqd: Tensor, key_codes_Ngd: Tensor, value_codes_Ngd: Tensor, query_counts: list[int], key_counts: list[int],
-    stored_at: Callable[[Tensor, Tensor], Tensor], k_scale: float, v_scale: float, softmax_scale: float, split_tokens: int,
+    stored_at: Callable[[Tensor, Tensor], Tensor], k_scale: float, v_scale: float, softmax_scale: float,
+    split_tokens: int,
 ) -> Tensor:  # fmt: skip
     """Attend with the last rows of each sequence; `stored_at(sequence_b1, position_bL)` tells where a key lies in N.
 

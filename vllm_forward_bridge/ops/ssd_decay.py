@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decay rate of each Mamba-2 head. One op, so that both sides take the same exponential of the same stored logarithm."""
+"""Decay rate of each Mamba-2 head: one op, so that both sides take the same exponential of the stored logarithm."""
 
 # h heads.
 
 import torch
 from torch import Tensor
 
-from vllm_forward_bridge.ops import exact, packed
+from vllm_forward_bridge.ops import exact
+from vllm_forward_bridge.ops.arguments import check
 
 
 @torch.library.custom_op("vllm_forward_bridge::ssd_decay", mutates_args=(), device_types="cpu")
@@ -24,10 +25,8 @@ def ssd_decay(A_log_h: Tensor) -> Tensor:
 
     Source: vLLM 0.26.0, model_executor/layers/mamba/mamba_mixer2.py, the loader of A.
     """
-    if A_log_h.dim() != 1 or A_log_h.dtype not in (torch.bfloat16, torch.float32):
-        packed.raise_if_any("ssd_decay", [
-            f"A_log is {A_log_h.dtype} {tuple(A_log_h.shape)}; a vector of bf16 or fp32 is accepted, one entry a head: convert it"
-        ])  # fmt: skip
+    accepted = A_log_h.dtype if A_log_h.dtype == torch.bfloat16 else torch.float32
+    check("ssd_decay", A_log_h=(A_log_h, accepted, "h"))
     return -exact.exp(A_log_h.float())
 
 

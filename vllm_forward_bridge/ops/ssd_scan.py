@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba-2 scan over packed sequences by chunks; a chunk continued from its boundary state has a one-shot scan's bits.
 
-After vLLM's `mamba_chunk_scan_combined_varlen` without gate, where the chunk grid of a sequence starts at its first row.
+After vLLM's `mamba_chunk_scan_combined_varlen` without gate; the chunk grid of a sequence starts at its first row.
 """
 
-# T packed tokens, S sequences, h heads, P head dim, G groups, r heads of a group, n state size, Q chunk size; on the CPU
-# b sequences of one block and R output rows of a chunk.
+# T packed tokens, S sequences, h heads, P head dim, G groups, n state size, Q chunk size; on the CPU b sequences of one
+# block, R output rows of a chunk and s = P * h / G state rows of a group.
 
 from collections.abc import Iterator
 
@@ -91,16 +91,18 @@ def _check(x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h, cu_seqlens_S1, chunk
     problems = packed.cu_seqlens_problems("cu_seqlens_S1", cu_seqlens_S1, len(x_ThP))
     if x_ThP.dim() == 3 and B_TGn.dim() == 3 and x_ThP.shape[1] % max(B_TGn.shape[1], 1):
         problems.append(
-            f"{x_ThP.shape[1]} heads with {B_TGn.shape[1]} groups; a multiple is accepted, every group serves as many heads: "
-            "change either"
+            f"{x_ThP.shape[1]} heads with {B_TGn.shape[1]} groups; a multiple is accepted, every group serves as many "
+            "heads: change either"
         )
     if not 1 <= chunk_size <= _LARGEST_SUM or chunk_size & (chunk_size - 1):
         problems.append(
-            f"chunk_size is {chunk_size}; a power of two up to {_LARGEST_SUM} is accepted, as the running sum is a doubling "
-            "tree and the sums over a chunk are exact only so far: use the checkpoint's chunk_size"
+            f"chunk_size is {chunk_size}; a power of two up to {_LARGEST_SUM} is accepted, as the running sum is a "
+            "doubling tree and the sums over a chunk are exact only so far: use the checkpoint's chunk_size"
         )
     if B_TGn.shape[-1] > _LARGEST_SUM:
-        problems.append(f"state size is {B_TGn.shape[-1]}; up to {_LARGEST_SUM} is accepted, or C.S is not exact: split it")
+        problems.append(
+            f"state size is {B_TGn.shape[-1]}; up to {_LARGEST_SUM} is accepted, as a longer C.S is not exact: split it"
+        )
     bf16, fp32 = torch.bfloat16, torch.float32
     check(
         "ssd_scan", *problems,
@@ -135,7 +137,7 @@ def _scan_chunks(x_bQhP, dt_bhQ, decay_bhQ, B_bQGn, C_bQGn, D_h, state_bhPn):
     inside_bhRP = _causal_product(weights_bhRQ, x_bQhP.transpose(1, 2).contiguous(), row_bR)
     y_bRhP = inside_bhRP.transpose(1, 2)
     if state_bhPn is not None:
-        before_bGRs = exact.matmul(C_bGRn, state_bhPn.view(b, G, -1, state_bhPn.shape[3])).float()  # s: r * P
+        before_bGRs = exact.matmul(C_bGRn, state_bhPn.view(b, G, -1, state_bhPn.shape[3])).float()
         before_bRhP = before_bGRs.transpose(1, 2).reshape(b, -1, h, P)
         y_bRhP = before_bRhP.mul_(exact.exp(decay_bhR).transpose(1, 2)[..., None]).add_(y_bRhP)
     y_bQhP[picked] += y_bRhP
@@ -153,8 +155,9 @@ def _rows_with_output(C_bQGn: Tensor) -> Tensor:
 
 def _causal_product(weights_bhRQ: Tensor, x_bhQP: Tensor, row_bR: Tensor) -> Tensor:
     """Return sum over s <= t of weights_ts x_s; row t does not see later rows, not even through a scale."""
-    # bits: one power of two for a column of x would depend on later rows. Each x row has its own, moved into the weights,
-    # whose row t is scaled after the mask. A row with an infinity keeps zeros here and reaches only rows that see it.
+    # bits: one power of two for a column of x would depend on later rows. Each x row has its own, moved into the
+    # weights, whose row t is scaled after the mask. An x row with an infinity is zero here and reaches only rows that
+    # see it.
     integers_bhQP, unit_bhQ1 = exact.fixed_point(x_bhQP, exact.FIXED_POINT_BITS)
     infinite_bhQ1 = unit_bhQ1.isinf()
     if infinite_bhQ1.any():
@@ -170,7 +173,7 @@ def _advance(x_bQhP, dt_bhQ, decay_bhQ, B_bQGn, state_bhPn):
     b, Q, h, P = x_bQhP.shape
     G, n = B_bQGn.shape[2:]
     to_end_bQh1 = (dt_bhQ * exact.exp(decay_bhQ[..., -1:] - decay_bhQ)).transpose(1, 2)[..., None]
-    x_bGQs = (x_bQhP * to_end_bQh1).view(b, Q, G, -1).transpose(1, 2).contiguous()  # s: r * P
+    x_bGQs = (x_bQhP * to_end_bQh1).view(b, Q, G, -1).transpose(1, 2).contiguous()
     B_bGQn = B_bQGn.transpose(1, 2).contiguous()
     added_bGsn = exact.matmul(x_bGQs.transpose(2, 3), B_bGQn.transpose(2, 3)).float()
     added_bhPn = added_bGsn.view(b, h, P, n)

@@ -13,7 +13,9 @@ def stored(x: Tensor, scale: Tensor) -> Tensor:
     return codes.to(x.dtype) * scale.to(x.dtype)
 
 
-def attention(q_Rqd: Tensor, k_Lgd: Tensor, v_Lgd: Tensor, k_scale: Tensor, v_scale: Tensor, softmax_scale: float) -> Tensor:
+def attention(
+    q_Rqd: Tensor, k_Lgd: Tensor, v_Lgd: Tensor, k_scale: Tensor, v_scale: Tensor, softmax_scale: float
+) -> Tensor:
     """Attend with the last R rows of a sequence of L keys, without inner rounding.
 
     Args:

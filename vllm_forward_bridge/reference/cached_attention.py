@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 def cached_attention(
-    q_Rqd: Tensor, key_pages_YZgd: Tensor, value_pages_YZgd: Tensor, pages: list[int], length: int, k_scale: Tensor, v_scale: Tensor,
-    softmax_scale: float,
+    q_Rqd: Tensor, key_pages_YZgd: Tensor, value_pages_YZgd: Tensor, pages: list[int], length: int, k_scale: Tensor,
+    v_scale: Tensor, softmax_scale: float,
 ) -> Tensor:  # fmt: skip
     """Attend with the last R rows of the sequence whose `length` keys lie in `pages`; arguments as in the op."""
     k_Lgd, v_Lgd = (

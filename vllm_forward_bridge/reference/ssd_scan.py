@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Mamba-2 scan twice: step by step as defined, and chunk by chunk as computed (Dao and Gu 2024, section 6)."""
 
-# S sequences, L tokens of each, h heads, P head dim, G groups, r heads of a group, n state size, Q chunk size, c chunks.
+# S sequences, L tokens of each, h heads, P head dim, G groups, n state size; c chunks of Q tokens, r heads of a group.
 
 import torch
 from torch.nn import functional

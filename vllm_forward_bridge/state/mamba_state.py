@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Mamba-2 layer keeps of every running sequence, and how a chunk is continued with the bits of a one-shot scan.
 
-Kept: the fp32 state at the last chunk boundary, the rows since then (x, raw dt, B) and the last inputs of the convolution.
+Kept: the fp32 state at the last chunk boundary, the rows since then (x, raw dt, B), the last inputs of the convolution.
 A forward feeds those rows again in front of the new ones, so the scan always sees the chunk grid of the whole sequence;
-C of a row that is fed again is zero, since its output is not read.
+C of a row that is fed again is zero: its output is not read, and the scan skips it.
 """
 
 # T new tokens of a forward, S its sequences, N rows with those fed again, U rows fed again, K rows kept for the next
@@ -41,6 +41,8 @@ class ReplayPlan:
     kept_at_K: Tensor
     tail_from_SW: Tensor
     """Where each sequence's next conv tail lies in [old tails | new rows]."""
+    stored_V: Tensor
+    """Sequences that start here or complete a chunk: only theirs is a new boundary state."""
 
     @property
     def num_replayed(self) -> int:
@@ -78,7 +80,7 @@ def replay_plan(
     first_new_S, first_S = count_S.cumsum(0) - count_S, total_S.cumsum(0) - total_S
     refed_row_U, new_row_T, kept_row_K = (_offsets(counts_S) for counts_S in (refed_S, count_S, kept_S))
     refed_seq_U, new_seq_T, kept_seq_K = (_sequences(counts_S) for counts_S in (refed_S, count_S, kept_S))
-    # The next tail is the last W - 1 rows of [old tail | new rows], where old tails lie packed in front of all new rows.
+    # The next tail is the last W - 1 rows of [old tail | new rows]; all old tails lie packed in front of all new rows.
     gap = conv_width - 1
     back_SW = count_S[:, None] - gap + torch.arange(gap)
     old_SW = torch.arange(len(slot_S))[:, None] * gap + gap + back_SW
@@ -94,6 +96,7 @@ def replay_plan(
         "kept_from_K": (first_S + total_S - kept_S)[kept_seq_K] + kept_row_K,
         "kept_at_K": slot_S[kept_seq_K] * chunk_size + kept_row_K,
         "tail_from_SW": torch.where(back_SW < 0, old_SW, new_SW),
+        "stored_V": ((start_S == 0) | (total_S >= chunk_size)).nonzero()[:, 0],
     }
     return ReplayPlan(
         tuple(slots), tuple(starts), tuple(counts), **{name: tensor.to(device) for name, tensor in tensors.items()}
@@ -104,7 +107,8 @@ def _check_plan(slots, starts, counts):
     problems = []
     if not len(slots) == len(starts) == len(counts) >= 1:
         problems.append(
-            f"{len(slots)} slots, {len(starts)} starts, {len(counts)} counts; one of each a sequence is accepted: pass equal lists"
+            f"{len(slots)} slots, {len(starts)} starts, {len(counts)} counts; one of each a sequence is accepted, to know "
+            "what to continue: pass equal lists"
         )
     if len(set(slots)) != len(slots):
         problems.append(
@@ -112,8 +116,8 @@ def _check_plan(slots, starts, counts):
         )
     if any(slot < 0 for slot in slots) or any(start < 0 for start in starts) or any(count < 1 for count in counts):
         problems.append(
-            f"slots {list(slots)}, starts {list(starts)}, counts {list(counts)}; slots and starts from 0 and counts from 1 are accepted, "
-            "a sequence without new rows has no place in a forward: leave it out"
+            f"slots {list(slots)}, starts {list(starts)}, counts {list(counts)}; slots and starts from 0 and counts from 1 "
+            "are accepted, a sequence without new rows has no place in a forward: leave it out"
         )
     if problems:
         raise ValueError("replay_plan cannot plan this forward:\n  - " + "\n  - ".join(problems))
@@ -146,8 +150,8 @@ class MambaState:
     """
 
     def __init__(
-        self, *, num_slots: int, num_heads: int, head_dim: int, num_groups: int, state_size: int, conv_width: int, chunk_size: int,
-        device: torch.device | str = "cpu",
+        self, *, num_slots: int, num_heads: int, head_dim: int, num_groups: int, state_size: int, conv_width: int,
+        chunk_size: int, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         rows, bf16 = num_slots * chunk_size, {"dtype": torch.bfloat16, "device": device}
         channels = num_heads * head_dim + 2 * num_groups * state_size
@@ -172,16 +176,9 @@ class MambaState:
         return y_TC
 
     def scan(
-        self,
-        plan: ReplayPlan,
-        x_ThP: Tensor,
-        dt_Th: Tensor,
-        A_h: Tensor,
-        B_TGn: Tensor,
-        C_TGn: Tensor,
-        D_h: Tensor,
+        self, plan: ReplayPlan, x_ThP: Tensor, dt_Th: Tensor, A_h: Tensor, B_TGn: Tensor, C_TGn: Tensor, D_h: Tensor,
         dt_bias_h: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Run `ssd_scan` from the boundary over the kept and the new rows; keep what the next forward needs.
 
         Returns:
@@ -197,12 +194,14 @@ class MambaState:
             replayed.append(rows)
         C_NGn = C_TGn.new_zeros(plan.num_replayed, *C_TGn.shape[1:])
         C_NGn[plan.new_at_T] = C_TGn[:live]
-        state_ShPn = self.boundary_state_ZhPn[plan.slot_S].masked_fill_(plan.fresh_S[:, None, None, None], 0.0)
+        state_ShPn = self.boundary_state_ZhPn[plan.slot_S]
+        if 0 in plan.starts:
+            state_ShPn.masked_fill_(plan.fresh_S[:, None, None, None], 0.0)
         x_NhP, dt_Nh, B_NGn = replayed
         y_NhP, state_ShPn = ssd_scan(
             x_NhP, dt_Nh, A_h, B_NGn, C_NGn, D_h, dt_bias_h, plan.cu_seqlens_replayed_S1, self.chunk_size, state_ShPn
         )
-        self.boundary_state_ZhPn[plan.slot_S] = state_ShPn
+        self.boundary_state_ZhPn[plan.slot_S[plan.stored_V]] = state_ShPn[plan.stored_V]
         for buffer, rows in zip(self.buffers, replayed, strict=True):
             buffer[plan.kept_at_K] = rows[plan.kept_from_K]
         y_ThP = torch.zeros_like(x_ThP)
@@ -212,8 +211,8 @@ class MambaState:
     def _advance(self, call: str, next_start: list[int], plan: ReplayPlan) -> None:
         """Move every sequence on, or raise if a plan does not continue what its slot holds."""
         wrong = [
-            f"slot {slot} holds {next_start[slot]} rows, the plan starts at {start}; that row, or 0 to start afresh, is accepted, as "
-            "the state is not that of another prefix: plan each step once, and restart a preempted sequence at 0"
+            f"slot {slot} holds {next_start[slot]} rows, the plan starts at {start}; that row, or 0 to start afresh, is "
+            "accepted, any other prefix has another state: plan each step once, and restart a preempted sequence at 0"
             for slot, start in zip(plan.slots, plan.starts, strict=True)
             if start not in (0, next_start[slot])
         ]
