@@ -35,9 +35,9 @@ class MegatronCheckpoint:
         """
         self.folder = iteration_folder(Path(source))
         roots = [self.folder.parent] + ([iteration_folder(Path(base)).parent] if base else [])
-        self.source_files = _source_files(roots)
-        self.config = load_model_config(self.source_files)
-        stored = json.loads((self.source_files / TENSORS_FILE).read_text())
+        self.files_folder = _source_files(roots)
+        self.config = load_model_config(self.files_folder)
+        stored = json.loads((self.files_folder / TENSORS_FILE).read_text())
         self.headers: dict[str, str] = stored["headers"]
         self.table = {
             entry["name"]: TensorSpec(entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["shard"])
@@ -79,8 +79,8 @@ class MegatronCheckpoint:
         return self._reader.read(chunk.key, chunk.offset, chunk.shape)
 
     def other_files(self) -> list[Path]:
-        """Return every file of the source repository that is not a shard, relative to `source_files`."""
-        files = (f.relative_to(self.source_files) for f in self.source_files.rglob("*") if f.is_file())
+        """Return every file of the source repository that is not a shard, relative to `files_folder`."""
+        files = (f.relative_to(self.files_folder) for f in self.files_folder.rglob("*") if f.is_file())
         return sorted(f for f in files if str(f) != TENSORS_FILE)
 
     def identity(self) -> dict:

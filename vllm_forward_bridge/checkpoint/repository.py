@@ -6,7 +6,7 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from vllm_forward_bridge.model_config import ModelConfig, load_model_config
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_BLOCK_BYTES = 64 << 20
 _DOWNLOAD_FOLDERS = (".git", ".cache")
 
 
@@ -38,6 +39,11 @@ class Repository:
         self.headers = headers
         self.table: dict[str, TensorSpec] = {spec.name: spec for h in headers.values() for spec in h.specs}
         self._maps: dict[str, mmap.mmap] = {}
+
+    @property
+    def files_folder(self) -> Path:
+        """Folder that `other_files` are relative to."""
+        return self.path
 
     def names(self) -> list[str]:
         """Return tensor names in order of shard file and place in it."""
@@ -67,6 +73,12 @@ class Repository:
         """Return `count` bytes of a tensor from byte `start`, uint8 [count]."""
         spec = self._spec(name)
         return read_bytes(self.path / spec.shard, self.headers[spec.shard].starts[name] + start, count, name)
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """Yield a tensor's bytes in order, uint8, a bounded number at a time."""
+        total = self._spec(name).num_bytes
+        for start in range(0, total, _BLOCK_BYTES):
+            yield self.fetch_bytes(name, start, min(_BLOCK_BYTES, total - start))
 
     def other_files(self) -> list[Path]:
         """Return every file that is not a shard, relative to the repository, sorted; not those of a download tool."""

@@ -2,7 +2,7 @@
 """Convert a Megatron checkpoint into a Hugging Face / ModelOpt repository: its bytes, never a second derivation."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,15 @@ from torch import Tensor
 from vllm_forward_bridge.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from vllm_forward_bridge.checkpoint.repository import finish_folder
 from vllm_forward_bridge.checkpoint.safetensors_file import TensorSpec, write_file
-from vllm_forward_bridge.checkpoint.transfer import Conversion, Ticker, Unit, Workplace, check_space, run_units
+from vllm_forward_bridge.checkpoint.transfer import (
+    Conversion,
+    Progress,
+    Ticker,
+    Unit,
+    Workplace,
+    check_space,
+    run_units,
+)
 
 
 def convert_to_hf(
@@ -21,7 +29,7 @@ def convert_to_hf(
     base: str | Path | None = None,
     workers: int = 2,
     dry_run: bool = False,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Conversion:
     """Write a repository whose names, dtypes, shapes, shards and other files are those of the original one.
 
@@ -33,7 +41,7 @@ def convert_to_hf(
         base: the checkpoint that the run started from, if `source` has no `hf` folder or no carried tensors of its own.
         workers: files written at a time.
         dry_run: check everything, write nothing.
-        on_progress: called with numbers of bytes as they are written, from several threads.
+        on_progress: called as bytes are written.
 
     Raises:
         ValueError: lists every tensor that is missing or has another dtype or shape.
@@ -59,7 +67,7 @@ def convert_to_hf(
     for path in checkpoint.other_files():
         place = workplace.folder / path
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint.source_files / path, place)
+        shutil.copyfile(checkpoint.files_folder / path, place)
     workplace.clear_records()
     finish_folder(workplace.folder, target)
     return Conversion(len(checkpoint.table), total, reused)

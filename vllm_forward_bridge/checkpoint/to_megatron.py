@@ -5,7 +5,6 @@ import argparse
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,15 @@ from vllm_forward_bridge.checkpoint.megatron_keys import Chunk, chunk_units, key
 from vllm_forward_bridge.checkpoint.repository import Repository, finish_folder, open_repository
 from vllm_forward_bridge.checkpoint.safetensors_file import DTYPE_NAMES
 from vllm_forward_bridge.checkpoint.torch_dist_writer import StoredBlock, write_metadata, write_unit
-from vllm_forward_bridge.checkpoint.transfer import Conversion, Ticker, Unit, Workplace, check_space, run_units
+from vllm_forward_bridge.checkpoint.transfer import (
+    Conversion,
+    Progress,
+    Ticker,
+    Unit,
+    Workplace,
+    check_space,
+    run_units,
+)
 from vllm_forward_bridge.checkpoint.value_checks import check_codes, scalar_problems
 from vllm_forward_bridge.model_config import ModelConfig
 from vllm_forward_bridge.quantization import Nvfp4Bytes, fp8_dequantize, nvfp4_dequantize
@@ -36,7 +43,7 @@ def convert_to_megatron(
     masters: bool = True,
     workers: int = 2,
     dry_run: bool = False,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Conversion:
     """Write a Megatron checkpoint with the repository's bytes as they are and bf16 masters beside them.
 
@@ -49,7 +56,7 @@ def convert_to_megatron(
         masters: False leaves out masters that follow from bytes; such a checkpoint can be exported, not trained from.
         workers: files written at a time.
         dry_run: check everything, write nothing.
-        on_progress: called with numbers of bytes as they are written, from several threads.
+        on_progress: called as bytes are written.
 
     Raises:
         ValueError: lists every fault of the repository; or a tensor has values that no valid one holds.
@@ -140,7 +147,7 @@ def _write(repository: Repository, folder: Path, number: int, chunks: list[Chunk
     """Write one unit; return its blocks as JSON."""
 
     def make(chunk: Chunk) -> Tensor:
-        tensor = _build(repository, chunk)
+        tensor = build_block(repository, chunk)
         ticker.advance(chunk.num_bytes)
         return tensor
 
@@ -148,8 +155,8 @@ def _write(repository: Repository, folder: Path, number: int, chunks: list[Chunk
     return [dataclasses.astuple(block) for block in write_unit(folder, number, chunks, make)]
 
 
-def _build(repository: Repository, chunk: Chunk) -> Tensor:
-    """Return the tensor of a block."""
+def build_block(repository: Repository, chunk: Chunk) -> Tensor:
+    """Return the tensor of a block, from the bytes of a repository."""
     if chunk.derivation == "one":
         return torch.ones(chunk.shape, dtype=chunk.dtype)
     raw = [repository.fetch_bytes(run.name, run.start, run.num_bytes) for run in chunk.runs]

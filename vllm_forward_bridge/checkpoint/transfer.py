@@ -43,11 +43,16 @@ class Unit:
     """Writes the file; returns what must be remembered about it (JSON)."""
 
 
+Progress = Callable[[int, int], None]
+"""Called with bytes that are done and the bytes of the whole work, from several threads."""
+
+
 class Ticker:
     """Counts bytes for progress and lets all workers stop together."""
 
-    def __init__(self, on_progress: Callable[[int], None] | None) -> None:
+    def __init__(self, on_progress: Progress | None, total: int) -> None:
         self._on_progress = on_progress
+        self._total = total
         self.stop = threading.Event()
 
     def advance(self, num_bytes: int) -> None:
@@ -55,7 +60,7 @@ class Ticker:
         if self.stop.is_set():
             raise InterruptedError("another unit failed")
         if self._on_progress:
-            self._on_progress(num_bytes)
+            self._on_progress(num_bytes, self._total)
 
 
 class Workplace:
@@ -119,7 +124,7 @@ def check_space(target: Path, num_bytes: int) -> None:
 
 
 def run_units(
-    workplace: Workplace, units: list[Unit], *, workers: int, on_progress: Callable[[int], None] | None
+    workplace: Workplace, units: list[Unit], *, workers: int, on_progress: Progress | None
 ) -> tuple[dict[str, object], int]:
     """Write the units that are not finished yet, several at a time.
 
@@ -131,7 +136,7 @@ def run_units(
     missing = [unit for unit in units if unit.name not in results]
     check_space(workplace.target, sum(unit.num_bytes for unit in missing))
     workplace.begin()
-    ticker = Ticker(on_progress)
+    ticker = Ticker(on_progress, sum(unit.num_bytes for unit in units))
     ticker.advance(reused)
     with _no_checksums(), ThreadPoolExecutor(workers) as pool:
         futures = {pool.submit(unit.write, ticker): unit for unit in missing}
