@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of an attention layer: e4m3 codes in pages that any sequence may hold, in any order."""
 
-# T new tokens of a forward, S its sequences, q query heads, g KV heads, d head dim, Y pages, Z tokens a page, B columns.
+# T new tokens of a forward, S its sequences, q query heads, g KV heads, d head dim, Y pages, Z tokens each, B columns.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,16 +61,16 @@ def page_plan(
 
 def _check_pages(pages, ends, page_tokens):
     problems = [
-        f"sequence {number} reaches {end} tokens on {len(held)} pages of {page_tokens}; {-(-end // page_tokens)} or more "
-        "pages are accepted, every key needs its row: claim them before the forward"
+        f"sequence {number} reaches {end} tokens on {len(held)} pages of {page_tokens}; {-(-end // page_tokens)} "
+        "pages or more are accepted, every key needs its row: claim them before the forward"
         for number, (held, end) in enumerate(zip(pages, ends, strict=True))
         if len(held) * page_tokens < end
     ]
     flat = [page for held in pages for page in held]
     if len(set(flat)) != len(flat):
         problems.append(
-            f"pages are {[list(held) for held in pages]}; no page twice is accepted, a write would hit another sequence: "
-            "give each its own"
+            f"pages are {[list(held) for held in pages]}; no page twice is accepted, a write would hit another: "
+            "give each sequence its own"
         )
     if problems:
         raise ValueError("page_plan cannot plan this forward:\n  - " + "\n  - ".join(problems))

@@ -107,8 +107,8 @@ def _check_plan(slots, starts, counts):
     problems = []
     if not len(slots) == len(starts) == len(counts) >= 1:
         problems.append(
-            f"{len(slots)} slots, {len(starts)} starts, {len(counts)} counts; one of each a sequence is accepted, to know "
-            "what to continue: pass equal lists"
+            f"{len(slots)} slots, {len(starts)} starts, {len(counts)} counts; one of each a sequence is accepted, to "
+            "know what to continue: pass equal lists"
         )
     if len(set(slots)) != len(slots):
         problems.append(
@@ -116,8 +116,8 @@ def _check_plan(slots, starts, counts):
         )
     if any(slot < 0 for slot in slots) or any(start < 0 for start in starts) or any(count < 1 for count in counts):
         problems.append(
-            f"slots {list(slots)}, starts {list(starts)}, counts {list(counts)}; slots and starts from 0 and counts from 1 "
-            "are accepted, a sequence without new rows has no place in a forward: leave it out"
+            f"slots {list(slots)}, starts {list(starts)}, counts {list(counts)}; slots and starts from 0, counts "
+            "from 1 are accepted, a sequence without new rows has no place in a forward: leave it out"
         )
     if problems:
         raise ValueError("replay_plan cannot plan this forward:\n  - " + "\n  - ".join(problems))
@@ -211,8 +211,8 @@ class MambaState:
     def _advance(self, call: str, next_start: list[int], plan: ReplayPlan) -> None:
         """Move every sequence on, or raise if a plan does not continue what its slot holds."""
         wrong = [
-            f"slot {slot} holds {next_start[slot]} rows, the plan starts at {start}; that row, or 0 to start afresh, is "
-            "accepted, any other prefix has another state: plan each step once, and restart a preempted sequence at 0"
+            f"slot {slot} holds {next_start[slot]} rows, the plan starts at {start}; that row, or 0 to start afresh, "
+            "is accepted, any other prefix has another state: plan a step once, and restart a preempted sequence at 0"
             for slot, start in zip(plan.slots, plan.starts, strict=True)
             if start not in (0, next_start[slot])
         ]
