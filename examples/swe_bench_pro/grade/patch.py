@@ -12,7 +12,8 @@ import re
 import subprocess
 import tarfile
 import tempfile
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from examples.swe_bench_pro.tasks.own import git_environment
@@ -34,6 +35,7 @@ class PatchTaker:
     """
 
     folder: Path
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     async def remember(self, instance_id: str, tree: bytes) -> None:
         """Keep the tree (tar of `/app`) that the agent starts from; a known task is left as it is."""
@@ -50,14 +52,16 @@ class PatchTaker:
 
     def _remember(self, instance_id: str, tree: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix="making-") as made:
+        # All members of a group come at once: one of them makes it.
+        with self._lock, tempfile.TemporaryDirectory(dir=self.folder, prefix="making-") as made:
+            if (self.folder / instance_id).exists():
+                return
             repository, work = Path(made) / "repository", Path(made) / "work"
             _unpack(tree, work)
             _git(repository, work, "init", "-q", "--bare")
             _git(repository, work, "add", "-A")
             _git(repository, work, "commit", "-q", "--allow-empty", "-m", "base")
-            if not (self.folder / instance_id).exists():
-                repository.rename(self.folder / instance_id)
+            repository.rename(self.folder / instance_id)
 
     def _take(self, instance_id: str, tree: bytes) -> str:
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="taking-") as made:

@@ -147,9 +147,11 @@ class AgentCollector:
         return episode
 
     def problem(self, step: int, slot: int, attempt: int) -> Task:
-        """Return the problem of a slot's attempt: slots walk the list side by side, attempts jump half of it."""
-        order = (step - 1) * self.settings.prompts_per_step + slot
-        return self.tasks[(order + attempt * max(1, len(self.tasks) // 2 + 1)) % len(self.tasks)]
+        """Return the problem of a slot's attempt: slots walk the list side by side, an attempt jumps a step ahead."""
+        jump = self.settings.prompts_per_step
+        if jump % len(self.tasks) == 0:
+            jump = 1  # a whole round would come back to the same problem
+        return self.tasks[((step - 1) * self.settings.prompts_per_step + slot + attempt * jump) % len(self.tasks)]
 
     def _sampling(self, step: int, place: Place) -> Callable[[int, int], SamplingParams]:
         def sampling(turn: int, max_new_tokens: int) -> SamplingParams:
