@@ -132,7 +132,7 @@ class _Plan:
     def by_slot(self, rows_RN: Tensor) -> Tensor:
         """Return [T, k, N]: each row at its slot, zero elsewhere."""
         slots = rows_RN.new_zeros(self.num_tokens * self.top_k, rows_RN.shape[1])
-        return slots.index_copy_(0, self.slot_R, rows_RN).view(self.num_tokens, self.top_k, -1)
+        return slots.index_copy_(0, self.slot_R, rows_RN).view(self.num_tokens, self.top_k, rows_RN.shape[1])
 
 
 def _sort_by_expert(expert_ids_Tk: Tensor, num_experts: int) -> _Plan:
