@@ -175,3 +175,8 @@ def _tuning(tile_m: int) -> str:
     return json.dumps({
         "block_shape": [tile_m, TILE_N, TILE_K], "warp_shape": [tile_m, 32, TILE_K], "use_stream_k": False, "num_stages": 4,
     })  # fmt: skip
+
+
+def tiles() -> str:
+    """Describe the tiles in use, for a run's record."""
+    return f"Humming, K {TILE_K}, N {TILE_N}, M {_SMALL_TILE_M} or {_LARGE_TILE_M}, no split-K, no stream-K"

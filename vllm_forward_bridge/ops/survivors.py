@@ -76,18 +76,24 @@ def find_cut(logits_TV: Tensor, z_TV: Tensor, top_p_T: Tensor, top_k_T: Tensor) 
         top_p_T: fp32 in (0, 1]; 1 is off.
         top_k_T: int32; 0 is off, as is V and more.
     """
-    num_rows, vocab = logits_TV.shape
-    device = logits_TV.device
-    cut = Cut(
-        torch.full((num_rows,), _LOWEST_KEY, dtype=torch.int16, device=device),
-        torch.full((num_rows,), vocab - 1, dtype=torch.int64, device=device),
-    )
+    vocab = logits_TV.shape[-1]
+    cut = uncut(logits_TV)
     num_kept_T = torch.where(top_k_T == 0, vocab, top_k_T).clamp(max=vocab)
     rows = ((num_kept_T < vocab) | (top_p_T < 1.0)).nonzero().squeeze(-1)
     if len(rows):
         part = _find_cut(order_keys(logits_TV[rows]), masses(z_TV[rows]), top_p_T[rows], num_kept_T[rows])
         cut.key_T[rows], cut.id_T[rows] = part.key_T, part.id_T
     return cut
+
+
+def uncut(logits_TV: Tensor) -> Cut:
+    """Return the cut behind the last token of every row."""
+    num_rows, vocab = logits_TV.shape
+    device = logits_TV.device
+    return Cut(
+        torch.full((num_rows,), _LOWEST_KEY, dtype=torch.int16, device=device),
+        torch.full((num_rows,), vocab - 1, dtype=torch.int64, device=device),
+    )
 
 
 def _find_cut(keys_RV: Tensor, masses_RV: Tensor, top_p_R: Tensor, num_kept_R: Tensor) -> Cut:
