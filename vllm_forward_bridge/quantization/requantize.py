@@ -63,7 +63,7 @@ def requantize_nvfp4(
     fresh_scale = amax / (CODE_MAX * scale_ceiling(four_over_six))
     global_scale = torch.where(overflows, fresh_scale, old.global_scale)
     fresh = nvfp4_quantize(master.detach(), global_scale=global_scale, four_over_six=four_over_six)
-    touched = integer_view(master) != integer_view(nvfp4_dequantize(old))
+    touched = master != nvfp4_dequantize(old)
     touched = touched.unflatten(-1, (-1, BLOCK)).any(dim=-1)
     replace = touched | overflows[..., None, None]
     block_scale = torch.where(replace, integer_view(fresh.block_scale), integer_view(old.block_scale))
@@ -87,7 +87,8 @@ def requantize_fp8(master: Tensor, old: Fp8Bytes) -> tuple[Fp8Bytes, RequantizeR
         ValueError: the master has a NaN or an infinity.
     """
     fresh = fp8_quantize(master.detach(), old.weight_scale)
-    touched = integer_view(master) != integer_view(fp8_dequantize(old.codes, old.weight_scale))
+    # bits: as numbers, because an optimizer step of size 0 turns some -0.0 into 0.0, which is no change.
+    touched = master != fp8_dequantize(old.codes, old.weight_scale)
     codes = torch.where(touched, integer_view(fresh), integer_view(old.codes)).view(torch.float8_e4m3fn)
     clipped = touched & exceeds_e4m3(master.detach(), old.weight_scale)
     return Fp8Bytes(codes, old.weight_scale, old.input_scale), RequantizeReport(int(touched.sum()), int(clipped.sum()))
@@ -95,5 +96,5 @@ def requantize_fp8(master: Tensor, old: Fp8Bytes) -> tuple[Fp8Bytes, RequantizeR
 
 def requantize_f32(master: Tensor, old: Tensor) -> Tensor:
     """Return fp32 values for a bf16 master: the old value where it rounds to the master, else f32(master)."""
-    kept = integer_view(old.to(torch.bfloat16)) == integer_view(master)
+    kept = old.to(torch.bfloat16) == master
     return torch.where(kept, old, master.detach().float())
