@@ -24,12 +24,13 @@ def decode(token_ids: tuple[int, ...]) -> str:
 class SayLetter:
     """`say e:` asks for the letter e, as often as the answer has room.
 
-    reward = share of the answer's tokens that are the letter, plus `partial` times the share that are another of the
-    letters in use. The second part is a slope where the first is flat: a random model rarely says the right letter.
+    reward = mean over the answer's tokens of: 1 for the letter, `small` for another lower-case letter, `byte` for any
+    other byte. The last two are a slope where the first is flat: a random model rarely says the right letter.
     """
 
     letters: str = LETTERS
-    partial: float = 0.2
+    small: float = 0.1
+    byte: float = 0.02
 
     def prompt(self, step: int, group: int) -> tuple[int, ...]:
         """Return the prompt of a group; neighbouring groups ask for different letters."""
@@ -38,7 +39,12 @@ class SayLetter:
     def reward(self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> float:
         """Grade an answer from 0 to 1."""
         asked = prompt_ids[-2]
-        known = {FIRST_BYTE + ord(letter) for letter in self.letters}
-        right = sum(token == asked for token in token_ids)
-        near = sum(token in known and token != asked for token in token_ids)
-        return (right + self.partial * near) / len(token_ids)
+        return sum(self._value(token, asked) for token in token_ids) / len(token_ids)
+
+    def _value(self, token: int, asked: int) -> float:
+        if token == asked:
+            return 1.0
+        byte = token - FIRST_BYTE
+        if ord("a") <= byte <= ord("z"):
+            return self.small
+        return self.byte if 0 <= byte < 256 else 0.0

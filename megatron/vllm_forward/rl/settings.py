@@ -50,10 +50,11 @@ _LEAST = (
 
 
 def add_grpo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Give Megatron's RL flags defaults that the loop accepts, and add the two that Megatron lacks."""
+    """Give Megatron's RL flags defaults that the loop accepts, and add those that Megatron lacks."""
     group = parser.add_argument_group("grpo")
     group.add_argument("--rl-max-new-tokens", type=int, default=16, help="Sampled tokens of a response at most.")
-    group.add_argument("--rl-journal", default=None, help="File that gets one JSON line a step.")
+    group.add_argument("--rl-journal", required=True, help="File that gets one JSON line a step.")
+    group.add_argument("--rl-certificate", help="File to write if every token of the run was equal.")
     parser.set_defaults(
         grpo_iterations=1,
         grpo_clamp_eps_lower=0.2,
@@ -63,6 +64,7 @@ def add_grpo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         rl_default_top_k=0,
         calculate_per_token_loss=True,
         micro_batch_size=1,
+        rerun_mode="disabled",
     )
     return parser
 
