@@ -117,20 +117,13 @@ class PhraseTokenizer:
         self._ids = {phrase.encode(): first + at for at, phrase in enumerate(known)}
         self._bytes = {id_: phrase for phrase, id_ in self._ids.items()}
         self._bytes |= {id_: text.encode() for text, id_ in self.specials.items()}
-        self._longest = max(map(len, self._ids), default=1)
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._piece = re.compile(b"|".join([*map(re.escape, longest_first), b"."]), re.DOTALL)
         self.vocab_size = first + len(known)
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Return the ids of text, the longest phrase first."""
-        content, ids, at = text.encode(), [], 0
-        while at < len(content):
-            for length in range(min(self._longest, len(content) - at), 0, -1):
-                id_ = self._ids.get(content[at : at + length], content[at] if length == 1 else None)
-                if id_ is not None:
-                    ids.append(id_)
-                    at += length
-                    break
-        return ids
+        return [self._ids.get(piece, piece[0]) for piece in self._piece.findall(text.encode())]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; bytes that are no UTF-8 are replaced."""

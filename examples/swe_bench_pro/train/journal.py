@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ class EpisodeJournal:
 
     def append(self, step: int, place: Place, weights: str, episode: Episode) -> None:
         """Write one finished episode and wait until it is on disk."""
-        record = {"place": list(place), "weights": weights, **asdict(episode), "stream": episode.stream.to_record()}
+        record = {"place": list(place), "weights": weights, **vars(episode), "stream": episode.stream.to_record()}
         path = self._path(step)
         with path.open("a+b") as out:
             if out.tell() and not _ends_with_newline(path):
