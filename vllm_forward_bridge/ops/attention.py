@@ -146,12 +146,28 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad_Tqd):
-    """Return the closed-form gradients in fp32 on the dequantised K and V, straight through the quantisation."""
-    q_Tqd, k_Lgd, v_Lgd, k_scale, v_scale, cu_seqlens_q_S1, cu_seqlens_k_S1 = ctx.saved_tensors
+    gradients = attention_backward(grad_Tqd, *ctx.saved_tensors, ctx.softmax_scale)
+    pairs = zip(gradients, ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+    return *(gradient.to(value.dtype) if needed else None for gradient, value, needed in pairs), *[None] * 6
+
+
+@torch.library.custom_op("vllm_forward_bridge::attention_backward", mutates_args=())
+def attention_backward(
+    grad_Tqd: Tensor, q_Tqd: Tensor, k_Lgd: Tensor, v_Lgd: Tensor, k_scale: Tensor, v_scale: Tensor,
+    cu_seqlens_q_S1: Tensor, cu_seqlens_k_S1: Tensor, softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients in fp32 on the dequantised K and V, straight through the quantisation.
+
+    An op of its own, because tracing cannot follow lengths that are data.
+    """
     k, v = (quantize_kv(x, scale).float() * scale for x, scale in ((k_Lgd, k_scale), (v_Lgd, v_scale)))
     counts = (cu_seqlens_q_S1.diff().tolist(), cu_seqlens_k_S1.diff().tolist())
-    grad_q, grad_k, grad_v = attention_gradients(q_Tqd.float(), k, v, grad_Tqd.float(), *counts, ctx.softmax_scale)
-    return grad_q.to(q_Tqd.dtype), grad_k.to(k_Lgd.dtype), grad_v.to(v_Lgd.dtype), *[None] * 6
+    return attention_gradients(q_Tqd.float(), k, v, grad_Tqd.float(), *counts, softmax_scale)
+
+
+@attention_backward.register_fake
+def _(grad_Tqd, q_Tqd, k_Lgd, v_Lgd, k_scale, v_scale, cu_seqlens_q_S1, cu_seqlens_k_S1, softmax_scale):
+    return tuple(torch.empty_like(value, dtype=torch.float32) for value in (q_Tqd, k_Lgd, v_Lgd))
 
 
 def attention_gradients(

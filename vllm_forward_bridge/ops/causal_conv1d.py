@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm_forward_bridge.ops import conv_cuda, exact, packed
 from vllm_forward_bridge.ops.arguments import check
+from vllm_forward_bridge.ops.gradients import wide
 
 _BLOCK_ELEMENTS = 1 << 17  # a block of fp32 that stays in the cache; changes time, never bits
 
@@ -106,32 +107,43 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad_TC):
-    """Return the closed-form gradients in fp32: d = grad * silu'(a); grad_x_t = sum_j d_{t+W-1-j} w_j."""
     x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC = ctx.saved_tensors
+    gradients = causal_conv1d_backward(grad_TC, x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC)
+    pairs = zip(gradients, (x_TC, weight_CW, bias_C), ctx.needs_input_grad, strict=False)
+    return *(gradient.to(value.dtype) if needed else None for gradient, value, needed in pairs), None, None
+
+
+@torch.library.custom_op("vllm_forward_bridge::causal_conv1d_backward", mutates_args=())
+def causal_conv1d_backward(
+    grad_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor, cu_seqlens_S1: Tensor, tail_SWC: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias in fp32 (float64 for float64).
+
+    An op of its own, because tracing cannot follow lengths that are data.
+    With a the sum before SiLU and d = grad * silu'(a), zero outside the sequence: grad_x_t = sum_j d_{t+W-1-j} w_j;
+    grad_w_j = sum_t d_t x_{t-W+1+j};  grad_bias = sum_t d_t.
+    """
     gap = weight_CW.shape[1] - 1
     extended_NC, row_T = _extend(x_TC, cu_seqlens_S1, tail_SWC, gap + 1)
-    extended_NC = extended_NC.float()
+    extended_NC, taps_WC = wide(extended_NC), wide(weight_CW).t().contiguous()
     outputs = len(extended_NC) - gap
-    taps_WC = weight_CW.float().t().contiguous()
-    total_NC = bias_C.float().expand(outputs, -1).clone()
-    for j, tap_C in enumerate(taps_WC):
-        total_NC.addcmul_(extended_NC[j : outputs + j], tap_C)
+    total_NC = wide(bias_C) + sum(extended_NC[j : outputs + j] * tap_C for j, tap_C in enumerate(taps_WC))
     sigmoid_NC = torch.sigmoid(total_NC)
     slope_NC = sigmoid_NC * (1 + total_NC * (1 - sigmoid_NC))
     # Rows of the tails get no gradient: they are the gaps that keep sequences apart.
-    d_NC = torch.zeros(outputs + 2 * gap, x_TC.shape[1], device=x_TC.device)
-    d_NC[row_T] = grad_TC[: len(row_T)].float() * slope_NC[row_T - gap]
-    grad_x_TC = grad_weight_CW = grad_bias_C = None
-    if ctx.needs_input_grad[0]:
-        spread_NC = sum(d_NC[gap - j : gap - j + outputs + gap] * tap_C for j, tap_C in enumerate(taps_WC))
-        grad_x_TC = torch.zeros_like(x_TC)
-        grad_x_TC[: len(row_T)] = spread_NC[row_T]
-    if ctx.needs_input_grad[1]:
-        columns = [(d_NC[gap : gap + outputs] * extended_NC[j : outputs + j]).sum(0) for j in range(gap + 1)]
-        grad_weight_CW = torch.stack(columns, 1).to(weight_CW.dtype)
-    if ctx.needs_input_grad[2]:
-        grad_bias_C = d_NC.sum(0).to(bias_C.dtype)
-    return grad_x_TC, grad_weight_CW, grad_bias_C, None, None
+    d_NC = extended_NC.new_zeros(outputs + 2 * gap, x_TC.shape[1])
+    d_NC[row_T] = wide(grad_TC)[: len(row_T)] * slope_NC[row_T - gap]
+    spread_NC = sum(d_NC[gap - j : gap - j + outputs + gap] * tap_C for j, tap_C in enumerate(taps_WC))
+    grad_x_TC = wide(torch.zeros_like(x_TC))
+    grad_x_TC[: len(row_T)] = spread_NC[row_T]
+    live_NC = d_NC[gap : gap + outputs]
+    columns = [(live_NC * extended_NC[j : outputs + j]).sum(0) for j in range(gap + 1)]
+    return grad_x_TC, torch.stack(columns, 1), d_NC.sum(0)
+
+
+@causal_conv1d_backward.register_fake
+def _(grad_TC, x_TC, weight_CW, bias_C, cu_seqlens_S1, tail_SWC):
+    return tuple(torch.empty_like(wide(value)) for value in (x_TC, weight_CW, bias_C))
 
 
 causal_conv1d.register_autograd(_backward, setup_context=_setup)

@@ -7,14 +7,13 @@ After vLLM's `mamba_chunk_scan_combined_varlen` without gate; the chunk grid of 
 # T packed tokens, S sequences, h heads, P head dim, G groups, n state size, Q chunk size; on the CPU b sequences of one
 # block, R output rows of a chunk and s = P * h / G state rows of a group.
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from vllm_forward_bridge.ops import exact, packed, ssd_cuda
 from vllm_forward_bridge.ops.arguments import check
-from vllm_forward_bridge.reference.ssd_scan import ssd_chunks
+from vllm_forward_bridge.ops.gradients import wide
+from vllm_forward_bridge.ops.ssd_gradients import ssd_scan_gradients
 
 _BLOCK_ELEMENTS = 1 << 18  # of the largest tensor of a block, to stay in the cache; changes time, never bits
 _LARGEST_SUM = 8192  # terms of one exact product: 20 + 20 bits of the operands and 13 of the count fill a float64
@@ -205,46 +204,26 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad_ThP, _):
-    """Return the gradients of the chunked formulation in fp32, a few sequences with equally many chunks at a time."""
-    x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h, cu_seqlens_S1, state_ShPn = ctx.saved_tensors
-    rows, shared = (x_ThP, dt_Th, B_TGn, C_TGn), [v.float() for v in (A_h, D_h, dt_bias_h)]
-    grad_rows, grad_shared = [torch.zeros_like(v) for v in rows], [torch.zeros_like(v) for v in shared]
-    for members, num_chunks in _alike(cu_seqlens_S1, ctx.chunk_size, x_ThP.shape[1] * B_TGn.shape[2] * x_ThP.shape[2]):
-        index_SL = cu_seqlens_S1[members, None].long() + torch.arange(num_chunks * ctx.chunk_size, device=x_ThP.device)
-        live_SL = index_SL < cu_seqlens_S1[members + 1, None]
-        index_SL = index_SL.where(live_SL, 0)
-        state = None if state_ShPn is None else state_ShPn[members]
-        inputs, grad = [_padded(v, index_SL, live_SL) for v in rows], _padded(grad_ThP, index_SL, live_SL)
-        grads = _chunks_vjp(inputs, shared, state, grad, ctx.chunk_size)
-        for total, grad in zip(grad_rows, grads[:4], strict=True):
-            total[index_SL[live_SL]] = grad[live_SL].to(total.dtype)
-        for total, grad in zip(grad_shared, grads[4:], strict=True):
-            total += grad
-    grad_x, grad_dt, grad_B, grad_C = grad_rows
-    grad_A, grad_D, grad_bias = (g.to(v.dtype) for g, v in zip(grad_shared, (A_h, D_h, dt_bias_h), strict=True))
-    return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_bias, None, None, None
+    *tensors, boundary_state_ShPn = ctx.saved_tensors
+    gradients = ssd_scan_backward(grad_ThP, *tensors, ctx.chunk_size, boundary_state_ShPn)
+    pairs = zip(gradients, tensors, ctx.needs_input_grad, strict=False)
+    return *(gradient.to(value.dtype) if needed else None for gradient, value, needed in pairs), None, None, None
 
 
-def _alike(cu_seqlens_S1: Tensor, chunk_size: int, state_elements: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield (sequence numbers, their number of chunks), a cache full at a time."""
-    chunks_S = (cu_seqlens_S1.diff().long() + chunk_size - 1) // chunk_size
-    for num_chunks in chunks_S.unique().tolist():
-        alike = (chunks_S == num_chunks).nonzero()[:, 0]
-        if num_chunks:
-            for members in alike.split(max(1, _BLOCK_ELEMENTS // (state_elements * num_chunks))):
-                yield members, num_chunks
+@torch.library.custom_op("vllm_forward_bridge::ssd_scan_backward", mutates_args=())
+def ssd_scan_backward(
+    grad_ThP: Tensor, x_ThP: Tensor, dt_Th: Tensor, A_h: Tensor, B_TGn: Tensor, C_TGn: Tensor, D_h: Tensor,
+    dt_bias_h: Tensor, cu_seqlens_S1: Tensor, chunk_size: int, boundary_state_ShPn: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Return `ssd_scan_gradients`; an op, because tracing cannot follow lengths that are data."""
+    return ssd_scan_gradients(
+        grad_ThP, x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h, cu_seqlens_S1, chunk_size, boundary_state_ShPn
+    )
 
 
-def _padded(rows: Tensor, index_SL: Tensor, live_SL: Tensor) -> Tensor:
-    picked = rows[index_SL].float()
-    return picked.masked_fill_(~live_SL.view(*live_SL.shape, *[1] * (rows.dim() - 1)), 0.0)
-
-
-def _chunks_vjp(rows, shared, state, grad_SLhP, chunk_size):
-    with torch.enable_grad():
-        x, dt, B, C, A, D, dt_bias = inputs = [v.detach().requires_grad_() for v in (*rows, *shared)]
-        y, _ = ssd_chunks(x, dt, A, B, C, D, dt_bias, chunk_size, state)
-        return torch.autograd.grad(y, inputs, grad_SLhP)
+@ssd_scan_backward.register_fake
+def _(grad_ThP, x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h, cu_seqlens_S1, chunk_size, boundary_state_ShPn):
+    return [torch.empty_like(wide(value)) for value in (x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h)]
 
 
 ssd_scan.register_autograd(_backward, setup_context=_setup)
