@@ -60,7 +60,7 @@ def layout_problems(config: ModelConfig, layout: Layout) -> list[str]:
         )
     if layout.pipeline > len(config.layer_types):
         problems.append(
-            f"pp is {layout.pipeline}, the model has {len(config.layer_types)} layers; a stage needs one: lower pp"
+            f"pp is {layout.pipeline}, the model has {len(config.layer_types)} layers; each stage needs one: lower pp"
         )
     return problems + _block_problems(config, tp)
 
@@ -75,7 +75,7 @@ def _block_problems(config: ModelConfig, tp: int) -> list[str]:
         if split and "NVFP4" in linear.weight_format and columns % (tp * NVFP4_GROUP_SIZE):
             cut.setdefault((leaf, columns), linear.name)
     return [
-        f"{name}.weight has {columns} columns, tp is {tp}: {columns / tp:g} a rank; a multiple of {NVFP4_GROUP_SIZE} is "
-        "needed, because the NVFP4 blocks run along the columns: choose another tp"
+        f"{name}.weight has {columns} columns, tp is {tp}: {columns / tp:g} a rank; a multiple of {NVFP4_GROUP_SIZE} "
+        "is needed, because the NVFP4 blocks run along the columns: choose another tp"
         for (_, columns), name in cut.items()
     ]

@@ -71,6 +71,12 @@ def read_header(path: Path, problems: list[str]) -> ShardHeader | None:
         problems.append(f"{path.name}: the header is not JSON ({error}); a safetensors file is needed: fetch it again")
         return None
     entries.pop("__metadata__", None)
+    malformed = [name for name, entry in entries.items() if not {"dtype", "shape", "data_offsets"} <= set(entry)]
+    if malformed:
+        problems.append(
+            f"{path.name}: {malformed[0]} lacks dtype, shape or data_offsets in the header; fetch the file again"
+        )
+        return None
     data_start = _LENGTH_BYTES + length
     specs, starts, expected = [], {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1]["data_offsets"], item[0])):

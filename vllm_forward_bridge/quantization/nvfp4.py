@@ -119,14 +119,14 @@ def nvfp4_dequantize(stored: Nvfp4Bytes, dtype: torch.dtype = torch.bfloat16) ->
     return (blocks * stored.global_scale.float()[..., None, None, None]).flatten(-2).to(dtype)
 
 
-def _values(device: torch.device) -> Tensor:
+def code_values(device: torch.device) -> Tensor:
     """Return the value of each code, fp32 [16]; code 8 is plus zero, as in ModelOpt's table."""
     return torch.tensor(CODE_VALUES + tuple(0.0 - value for value in CODE_VALUES), device=device)
 
 
 def _pair_values(device: torch.device) -> Tensor:
     """Return, for each byte, the fp32 values of its low and high nibble as one 8-byte word: float64 [256]."""
-    values = _values(device)
+    values = code_values(device)
     return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1).view(torch.float64).view(256)
 
 
@@ -155,7 +155,7 @@ def _encode_four_over_six(blocks: Tensor, amax: Tensor, unit: Tensor) -> tuple[T
 
 
 def _squared_error(blocks: Tensor, codes: Tensor, scale: Tensor, unit: Tensor) -> Tensor:
-    error = blocks - _values(codes.device)[codes.int()] * (scale.float() * unit).unsqueeze(-1)
+    error = blocks - code_values(codes.device)[codes.int()] * (scale.float() * unit).unsqueeze(-1)
     error = error * error
     # bits: a halving tree of elementwise adds, so that the choice is the same on every device and thread count.
     while error.shape[-1] > 1:
