@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a Megatron script on the rollout's forward: python -m megatron.vllm_forward SCRIPT ... --vllm-forward FILE.toml."""
+"""Run a Megatron script on the rollout's forward.
+
+python -m megatron.vllm_forward SCRIPT [its arguments] --vllm-forward FILE.toml
+"""
 
 import runpy
 import sys

@@ -55,7 +55,8 @@ def model_arguments(model: ModelConfig) -> list[str]:
     }
     switches = (
         "bf16", "group-query-attention", "squared-relu", "disable-bias-linear", "untie-embeddings-and-output-weights",
-        "no-gradient-accumulation-fusion", "no-bias-dropout-fusion", "no-masked-softmax-fusion", "no-persist-layer-norm",
+        "no-gradient-accumulation-fusion", "no-bias-dropout-fusion", "no-masked-softmax-fusion",
+        "no-persist-layer-norm",
     )  # fmt: skip
     flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
     return flags + [f"--{name}" for name in switches]

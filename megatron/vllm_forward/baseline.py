@@ -7,7 +7,8 @@ the same bits.
 """
 
 # Legend: T tokens, S sequences, H hidden, K in features, N out features, E experts, k slots, F expert width, C conv
-# channels, W conv width, h mamba heads, P mamba head dim, G groups, n state size, q query heads, g kv heads, d head dim.
+# channels, W conv width, h mamba heads, P mamba head dim, G groups, n state size, q query heads, g kv heads, d head
+# dim.
 
 import torch
 import torch.nn.functional as F

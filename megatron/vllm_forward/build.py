@@ -41,7 +41,8 @@ def build(config: BridgeConfig, flags: Sequence[str]) -> Trainer:
     Raises:
         ValueError: lists everything that is outside the contract.
     """
-    with arguments_for(make_bridge(config), list(flags)):
+    bridge = make_bridge(config)
+    with arguments_for(bridge, [*_own_loop(bridge.model.vocab_size), *flags]):
         args = parse_and_validate_args()
     initialize_megatron()
     container = pretrain_cfg_container_from_args(args, hybrid_config_from_args(args))
@@ -51,3 +52,8 @@ def build(config: BridgeConfig, flags: Sequence[str]) -> Trainer:
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     return Trainer(model, optimizer, scheduler, args)
+
+
+def _own_loop(vocab_size: int) -> list[str]:
+    """Return flags that spare a loop Megatron's rerun machinery, which only `pretrain` drives, and a tokenizer."""
+    return ["--rerun-mode", "disabled", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)]

@@ -21,12 +21,13 @@ from megatron.vllm_forward.stack import BridgedStack, residual_add
 
 # Exact types: a subclass may compute something else.
 _BRIDGED = {
-    Attention, BridgedStack, CarriedTensors, CoreAttention, Experts, ExpertWeight, GatedRmsNorm, Linear, MambaMixer, MoeLayer,
-    MoeTransformerLayer, OutputLayer, QkvLinear, RmsNorm, Router, SharedExpert,
+    Attention, BridgedStack, CarriedTensors, CoreAttention, Experts, ExpertWeight, GatedRmsNorm, Linear, MambaMixer,
+    MoeLayer, MoeTransformerLayer, OutputLayer, QkvLinear, RmsNorm, Router, SharedExpert,
 }  # fmt: skip
 # Megatron's own: an exact gather, and containers without arithmetic but the residual add that they are given.
 _EXACT = {
-    LanguageModelEmbedding, VocabParallelEmbedding, MambaLayer, TransformerLayer, IdentityOp, IdentityFuncOp, nn.ModuleList,
+    LanguageModelEmbedding, VocabParallelEmbedding, MambaLayer, TransformerLayer, IdentityOp, IdentityFuncOp,
+    nn.ModuleList,
 }  # fmt: skip
 
 # Letter -> type of the layer, name of its residual add, types of its parts.
@@ -54,7 +55,7 @@ def check_coverage(model_chunks: Sequence[nn.Module]) -> None:
     problems = [problem for chunk in model_chunks for problem in _problems(_model(chunk))]
     if problems:
         raise RuntimeError(
-            "these modules would not run the rollout's kernels; build the model with the spec of megatron.vllm_forward:\n  - "
+            "these modules would not run the rollout's kernels; build with the spec of megatron.vllm_forward:\n  - "
             + "\n  - ".join(problems)
         )
 

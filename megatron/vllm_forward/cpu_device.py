@@ -168,7 +168,7 @@ def on_cpu() -> Iterator[None]:
 
 
 def _is_not_about_shared_state(record: logging.LogRecord) -> bool:
-    """Drop Megatron's warning that host numbers were drawn where device numbers were expected: they are the same here."""
+    """Drop Megatron's warning that host random numbers were drawn where a device's were expected: here they are one."""
     return "CPU RNG state changed" not in record.getMessage()
 
 

@@ -64,8 +64,9 @@ class Deployed(nn.Module):
         """Raise if the bytes are older than the masters."""
         if self.bytes_version != self.master_version:
             raise RuntimeError(
-                f"{type(self).__name__} would run on bytes of version {self.bytes_version} while its masters have version "
-                f"{self.master_version}; requantise first: optimizer_hook.install must wrap the optimizer that stepped"
+                f"{type(self).__name__} would run on bytes of version {self.bytes_version} while its masters have "
+                f"version {self.master_version}; requantise first: optimizer_hook.install must "
+                "wrap the optimizer that stepped"
             )
 
     def sharded_state_dict(

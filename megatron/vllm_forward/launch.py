@@ -40,9 +40,10 @@ def check_version() -> None:
     found = megatron.core.__version__.partition("+")[0]
     if found not in MEGATRON_VERSIONS:
         raise RuntimeError(
-            f"megatron-core {found} was imported from {megatron.core.__file__}; accepted are {' and '.join(MEGATRON_VERSIONS)}, "
-            f"because functions are hooked one by one: pip install megatron-core=={MEGATRON_VERSIONS[0]}, or check out tag "
-            f"core_v{MEGATRON_VERSIONS[1]} if a Megatron-LM folder on PYTHONPATH comes first"
+            f"megatron-core {found} was imported from {megatron.core.__file__}; accepted are "
+            f"{' and '.join(MEGATRON_VERSIONS)}, because functions are hooked one by one: "
+            f"pip install megatron-core=={MEGATRON_VERSIONS[0]}, or, if a Megatron-LM folder on PYTHONPATH comes "
+            f"first, check out its tag core_v{MEGATRON_VERSIONS[1]}"
         )
 
 

@@ -43,7 +43,7 @@ _FIXED: dict[str, tuple[tuple, str]] = {
     "fine_grained_activation_offloading": ((False,), "not part of this version"),
     "overlap_moe_expert_parallel_comm": ((False,), "rows travel in one exchange"),
     "delay_wgrad_compute": ((False,), "backward is one pass"),
-    "gradient_accumulation_fusion": ((False,), "it needs a kernel that is not installed: pass --no-gradient-accumulation-fusion"),
+    "gradient_accumulation_fusion": ((False,), "linears have an own backward: pass --no-gradient-accumulation-fusion"),
     "use_mup": ((False,), "logits and embeddings are not scaled"),
     "batch_invariant_mode": ((False,), "it swaps in Megatron's own kernels"),
     "mtp_num_layers": ((None, 0), "multi-token prediction is carried, not trained"),
@@ -60,8 +60,8 @@ def check_build(bridge: Bridge | None, config: TransformerConfig, vocab_size: in
     """
     if bridge is None:
         raise ValueError(
-            "the layer spec is not that of megatron.vllm_forward; a bridged model needs it, because only its modules run the "
-            "rollout's kernels: start the script with `python -m megatron.vllm_forward ... --vllm-forward FILE.toml`"
+            "the layer spec is not that of megatron.vllm_forward; a bridged model needs it, because only its modules "
+            "run the rollout's kernels: start with `python -m megatron.vllm_forward SCRIPT --vllm-forward FILE.toml`"
         )
     problems = [*_fixed_problems(config), *_geometry_problems(bridge.model, config, vocab_size, keywords)]
     problems += [*_format_problems(bridge), *_layout_problems(bridge.model, config)]
@@ -100,9 +100,9 @@ def _geometry_problems(
     wanted["hybrid_layer_pattern"], given["hybrid_layer_pattern"] = model.layer_types, pattern.replace("|", "")
     for name, value in wanted.items():
         if given[name] != value:
-            yield f"{name} is {given[name]!r}; the repository has {value!r}: leave the flag out or name the right repository"
+            yield f"{name} is {given[name]!r}; the repository has {value!r}: leave the flag out"
     if keywords.get("share_embeddings_and_output_weights", False):
-        yield "embeddings and output weights are shared; the output layer has its own bytes: pass --untie-embeddings-and-output-weights"
+        yield "output weights are tied; the output layer has its own bytes: pass --untie-embeddings-and-output-weights"
     position = keywords.get("position_embedding_type", "none")
     if position != "none":
         yield f"position_embedding_type is {position!r}; accepted is 'none': attention has no position embedding"
@@ -132,13 +132,13 @@ def _format_problems(bridge: Bridge) -> Iterator[str]:
     for name, formats in [*names, ("lm_head", linear)]:
         given = model.quantization.format_of(name)
         if given not in formats:
-            yield f"{name} has format {given}; accepted is {' or '.join(formats)}: no kernel of the contract reads another"
+            yield f"{name} has format {given}; accepted is {' or '.join(formats)}: there is no kernel for it"
 
 
 def _layout_problems(model: ModelConfig, config: TransformerConfig) -> Iterator[str]:
     experts, context = config.expert_model_parallel_size, config.context_parallel_size
     if model.n_routed_experts % experts:
-        yield f"{model.n_routed_experts} experts do not divide by expert_model_parallel_size {experts}: every rank holds equally many"
+        yield f"{model.n_routed_experts} experts do not divide by expert_model_parallel_size {experts}"
     for name, count in (("mamba heads", model.mamba_num_heads), ("mamba groups", model.n_groups)):
         if count % context:
-            yield f"{count} {name} do not divide by context_parallel_size {context}: every rank scans equally many"
+            yield f"{count} {name} do not divide by context_parallel_size {context}"

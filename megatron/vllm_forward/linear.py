@@ -19,8 +19,8 @@ from vllm_forward_bridge.quantization import RequantizeReport
 class Linear(Deployed):
     """y_TN = x_TK W^T in the weight format of the deployment, without bias.
 
-    Takes the keywords that Megatron passes to its column- and row-parallel linears; those that say how a tensor-parallel
-    linear would split do nothing at tensor-parallel size 1, which `arguments` enforces.
+    Takes the keywords that Megatron passes to its column- and row-parallel linears; those that say how they would split
+    do nothing at tensor-parallel size 1, which `limits` enforces.
     """
 
     def __init__(

@@ -184,5 +184,5 @@ class MambaMixer(Deployed):
     def mamba_state_shapes_per_request(self) -> None:
         """Refuse: Megatron's own inference engine would run other kernels than the rollout."""
         raise NotImplementedError(
-            "Megatron's inference engine asked a bridged mixer for its state; generate with the rollout of the bridge instead"
+            "Megatron's inference engine asked a bridged mixer for its state; generate with the rollout instead"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MoE layer: router, experts and shared expert of the contract, and expert parallelism that never sums in transit."""
+"""The MoE layer: router, experts, shared expert, and expert parallelism that never sums in transit."""
 
 # Legend: T tokens, H hidden, E experts, k slots a token, F expert width, R rows received here.
 
@@ -153,7 +153,7 @@ class ExpertWeight(Deployed):
 
 
 class Experts(MegatronModule):
-    """W2 relu(W1 x)^2 of each (token, slot), neither weighted nor summed; slots of other ranks travel there and back."""
+    """W2 relu(W1 x)^2 of each (token, slot), not weighted, not summed; those of other ranks travel there and back."""
 
     def __init__(self, *, config: TransformerConfig, bridge: Bridge, pg_collection: Any) -> None:
         super().__init__(config)

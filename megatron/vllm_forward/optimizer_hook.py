@@ -17,8 +17,8 @@ from vllm_forward_bridge.quantization import RequantizeReport
 def install(optimizer: MegatronOptimizer, model_chunks: Sequence[nn.Module]) -> None:
     """Wrap `optimizer.step` so that a step that changed weights ends with new bytes and a new version.
 
-    Every replica derives the same bytes, because it derives them from the same gathered bf16 parameters. Megatron has no
-    hook after a step; wrapping the outermost optimizer (chained or not) sees the whole step once.
+    Every replica derives the same bytes, because it derives them from the same gathered bf16 parameters. Megatron has
+    no hook after a step; wrapping the outermost optimizer (chained or not) sees the whole step once.
 
     Args:
         optimizer: plain, distributed or chained.

@@ -45,8 +45,8 @@ class OutputLayer(Linear):
 
     def __init__(self, *, config: TransformerConfig, bridge: Bridge, tp_group: Any) -> None:
         super().__init__(
-            bridge.model.hidden_size, bridge.model.vocab_size, config=config, init_method=config.init_method, bridge=bridge,
-            name="lm_head", format=bridge.model.quantization.format_of("lm_head"), tp_group=tp_group,
+            bridge.model.hidden_size, bridge.model.vocab_size, config=config, init_method=config.init_method,
+            bridge=bridge, name="lm_head", format=bridge.model.quantization.format_of("lm_head"), tp_group=tp_group,
         )  # fmt: skip
         self.chunk_tokens = bridge.config.forward.logprob_chunk_tokens
 

@@ -29,7 +29,7 @@ def applied(patches: Sequence[Patch]) -> Iterator[None]:
     """Put all patches in place, and every old value back on exit.
 
     Raises:
-        RuntimeError: lists every missing name and every signature that is not the expected one; nothing is changed then.
+        RuntimeError: lists every missing name and every unexpected signature; nothing is changed then.
     """
     problems: list[str] = []
     found = [_resolve(patch, problems) for patch in patches]

@@ -20,7 +20,8 @@ from megatron.vllm_forward.stack import BridgedStack, residual_add
 def stack_spec(bridge: Bridge) -> ModuleSpec:
     """Return the spec that Megatron's builders take as `hybrid_stack_spec` or through `--spec`.
 
-    Norms stay separate modules; the key maps give them the names of the fused ones, so that checkpoints are exchangeable.
+    Norms stay separate modules; the key maps give them the names of the fused ones, so that checkpoints can be
+    exchanged.
     """
     norm = partial(RmsNorm, bridge=bridge)
     parts = {"bridge": bridge}
