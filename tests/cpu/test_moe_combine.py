@@ -83,16 +83,14 @@ def test_moe_combine_backward_formula():
     assert_gradcheck(forward, gradients, rows_TkH, weights_Tk)
 
 
-@pytest.mark.parametrize(
-    "needs", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)]
-)
+@pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)])
 def test_moe_combine_grads_close(needs):
     values = example(33)
     grad_TH = torch.randn(33, 192, generator=torch.Generator().manual_seed(1)).bfloat16()
     wide = [value.double().requires_grad_() for value in values]
     want = torch.autograd.grad(plain(wide[0], wide[1], FACTOR, wide[2]), wide, grad_TH.double())
     for value, needed in zip(values, needs, strict=True):
-        value.requires_grad_(needed)
+        value.requires_grad_(bool(needed))
     moe_combine(values[0], values[1], FACTOR, values[2]).backward(grad_TH)
     # rows: two fp32 products and one rounding to bf16; weights: an fp32 sum of 192 terms; shared: the gradient itself.
     terms = (FACTOR * grad_TH.double()[:, None] * values[0].detach().double()).abs().sum(-1)
