@@ -56,9 +56,7 @@ class RewardRule:
         if "resolved" in self.masked:
             problems.append("resolved is masked; then nothing could be learned")
         if not 0 <= self.overlong_tokens < self.context_tokens:
-            problems.append(
-                f"overlong_tokens is {self.overlong_tokens}; 0 to {self.context_tokens - 1} is needed"
-            )
+            problems.append(f"overlong_tokens is {self.overlong_tokens}; 0 to {self.context_tokens - 1} is needed")
         if problems:
             raise ValueError("this reward rule is not usable:\n  - " + "\n  - ".join(problems))
 
