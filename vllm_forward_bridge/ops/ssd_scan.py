@@ -158,9 +158,10 @@ def _causal_product(weights_bhRQ: Tensor, x_bhQP: Tensor, row_bR: Tensor) -> Ten
     # weights, whose row t is scaled after the mask. An x row with an infinity is zero here and reaches only rows that
     # see it.
     integers_bhQP, unit_bhQ1 = exact.fixed_point(x_bhQP, exact.FIXED_POINT_BITS)
-    infinite_bhQ1 = unit_bhQ1.isinf()
+    infinite_bhQ1 = ~integers_bhQP.sum(-1, keepdim=True).isfinite()
     if infinite_bhQ1.any():
         integers_bhQP.masked_fill_(infinite_bhQ1, 0.0)
+        unit_bhQ1.masked_fill_(infinite_bhQ1, torch.nan)
     future_b1RQ = (torch.arange(x_bhQP.shape[2]) > row_bR[:, :, None])[:, None]
     scaled_bhRQ = (weights_bhRQ * unit_bhQ1.float().transpose(2, 3)).masked_fill_(future_b1RQ, 0.0)
     weights_bhRQ, row_unit_bhR1 = exact.fixed_point(scaled_bhRQ, exact.FIXED_POINT_BITS)
