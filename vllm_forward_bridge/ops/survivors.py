@@ -88,7 +88,7 @@ def find_cut(logits_TV: Tensor, z_TV: Tensor, top_p_T: Tensor, top_k_T: Tensor) 
 
 def uncut(logits_TV: Tensor) -> Cut:
     """Return the cut behind the last token of every row."""
-    vocab = logits_TV.shape[-1]
+    num_rows, vocab = logits_TV.shape
     device = logits_TV.device
     return Cut(
         torch.full((num_rows,), _LOWEST_KEY, dtype=torch.int16, device=device),
