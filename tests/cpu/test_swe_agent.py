@@ -27,7 +27,7 @@ from swe_workbench import (
 )
 
 from examples.swe_bench_pro.agent.episode import EpisodeLimits
-from examples.swe_bench_pro.agent.policy import SharedEngine
+from megatron.vllm_forward.rl.shared_engine import SharedEngine
 from examples.swe_bench_pro.agent.prompts import SHOWN_CHARACTERS, is_submission, observation
 from examples.swe_bench_pro.agent.stream import TokenStream
 from examples.swe_bench_pro.agent.tokens import encode_frame

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from examples.swe_bench_pro.agent.episode import Episode, EpisodeLimits, Workshop, is_infrastructure, run_episode
-from examples.swe_bench_pro.agent.policy import SharedEngine
+from megatron.vllm_forward.rl.shared_engine import SharedEngine
 from examples.swe_bench_pro.agent.prompts import Prompts
 from examples.swe_bench_pro.agent.renderer import Renderer
 from examples.swe_bench_pro.grade.patch import PatchTaker
