@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from examples.swe_bench_pro.agent.episode import Episode, EpisodeLimits, Workshop, is_infrastructure, run_episode
-from megatron.vllm_forward.rl.shared_engine import SharedEngine
 from examples.swe_bench_pro.agent.prompts import Prompts
 from examples.swe_bench_pro.agent.renderer import Renderer
 from examples.swe_bench_pro.grade.patch import PatchTaker
@@ -20,6 +19,7 @@ from examples.swe_bench_pro.sandbox.protocol import SandboxHost
 from examples.swe_bench_pro.tasks.columns import Task
 from examples.swe_bench_pro.train.journal import EpisodeJournal, Place
 from megatron.vllm_forward.rl.settings import GrpoSettings
+from megatron.vllm_forward.rl.shared_engine import SharedEngine
 from megatron.vllm_forward.rl.single_turn import request_seed
 from megatron.vllm_forward.rl.trajectory import Trajectory
 from vllm_forward_bridge.rollout.protocol import Rollout, SamplingParams

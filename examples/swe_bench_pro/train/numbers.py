@@ -58,3 +58,9 @@ def agent_numbers(collected: Collected, layout: Layout) -> dict[str, Any]:
 
 
 OUTCOME_KEYS = tuple(f"outcome_{name}" for name in OUTCOMES)
+
+LINE = (
+    "step {step}: resolved {resolve_rate:.3f} of {episodes} episodes, {turns_mean:.1f} turns, "
+    "{mismatches} of {compared} sampled tokens differ, {groups_with_variance} of {groups_tried} groups kept, "
+    "{tokens_per_s:.0f} tokens/s"
+)

@@ -139,6 +139,11 @@ def make_interface(upstream: Upstream, served: Served) -> Any:
     class BridgedInterface(upstream.server.InferenceServer, api.ReturnsTokens, api.ReturnsRaw):
         """Upstream's interface over the bridged rollout."""
 
+        @property
+        def served(self) -> Served:
+            """Return the engine's side, for an agent that keeps ids itself."""
+            return served
+
         async def base_generate(self, request: Any) -> Any:
             return await _answer(api, served, request)
 
