@@ -3,6 +3,7 @@
 
 import contextlib
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -91,6 +92,15 @@ def assert_linear_grads_close(linear, x_TK: Tensor, weight_NK: Tensor, needs: tu
             assert_within(value.grad, want, bf16_step(want) / 2 + sums, "gradient")
         else:
             assert value.grad is None
+
+
+def assert_master_serves_the_backward_alone(linear, x_TK: Tensor, weight_NK: Tensor, name: str) -> None:
+    """Check that y = linear(x, master) does not read the master, and that a backward without one is refused."""
+    got = linear(x_TK, torch.full_like(weight_NK, torch.nan))
+    assert_same_bits(got, linear(x_TK, None), "forward with a master of NaN")
+    y_TN = linear(x_TK.requires_grad_(), None)
+    with pytest.raises(ValueError, match=f"{name} was called without its bf16 master weight"):
+        y_TN.sum().backward()
 
 
 def assert_norm_grads_close(values: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:

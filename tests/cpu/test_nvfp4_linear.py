@@ -6,6 +6,7 @@ import torch
 from invariance import (
     assert_inputs_unchanged,
     assert_linear_grads_close,
+    assert_master_serves_the_backward_alone,
     assert_row_bits_ignore_batch,
     assert_within,
     bf16_step,
@@ -103,17 +104,11 @@ def test_nvfp4_linear_grads_close(needs):
     assert_linear_grads_close(lambda x, weight: nvfp4_linear(x, *quantised, weight), x_TK, weight_NK, needs)
 
 
-def test_nvfp4_linear_never_reads_the_master():
+def test_nvfp4_linear_master_serves_the_backward_alone():
     x_TK, *quantised, weight_NK = example(3)
-    got = nvfp4_linear(x_TK, *quantised, torch.full_like(weight_NK, torch.nan))
-    assert_same_bits(got, nvfp4_linear(x_TK, *quantised, None), "forward with a master of NaN")
-
-
-def test_nvfp4_linear_rejects_backward_without_master():
-    x_TK, *quantised, _ = example(3)
-    y_TN = nvfp4_linear(x_TK.requires_grad_(), *quantised)
-    with pytest.raises(ValueError, match="nvfp4_linear was called without its bf16 master weight"):
-        y_TN.sum().backward()
+    assert_master_serves_the_backward_alone(
+        lambda x, weight: nvfp4_linear(x, *quantised, weight), x_TK, weight_NK, "nvfp4_linear"
+    )
 
 
 def test_nvfp4_linear_rejects_wrong_tensors():
