@@ -15,6 +15,7 @@ from pydantic import PrivateAttr
 
 from examples.swe_bench_pro.agent.episode import Episode, Workshop, run_episode
 from examples.swe_bench_pro.agent.prompts import Prompts
+from examples.swe_bench_pro.agent.stream import TokenStream
 from examples.swe_bench_pro.config import load_agent_config
 from examples.swe_bench_pro.grade.patch import PatchTaker
 from examples.swe_bench_pro.sandbox.choose import open_host
@@ -91,7 +92,7 @@ class CodingAgent(RolloutGenerator, GroupedRolloutGenerator):
             "trajectory": [stream.token_ids],
             "reward": rule.reward(episode.outcome, len(stream)),
             "generation_mask": [stream.sampled],
-            "logprobs": [[value for value, own in zip(stream.logprobs, stream.sampled, strict=True) if own]],
+            "logprobs": [_from_first_sampled(stream)],
             "env_id": self.env_id,
             "problem_id": episode.instance_id,
             "policy_epoch": [[(0, epoch)]],
@@ -100,3 +101,13 @@ class CodingAgent(RolloutGenerator, GroupedRolloutGenerator):
             **({} if rule.is_valid(episode.outcome) else failed),
         }
         return TokenRollout(**{name: value for name, value in values.items() if name in known})
+
+
+def _from_first_sampled(stream: TokenStream) -> list[float]:
+    """Return one number a token from the first sampled one on: upstream lays them out without gaps.
+
+    Tokens in between that were not sampled get 0, which upstream's mask leaves out.
+    """
+    first = stream.sampled.index(True) if any(stream.sampled) else len(stream)
+    pairs = zip(stream.logprobs[first:], stream.sampled[first:], strict=True)
+    return [value if own else 0.0 for value, own in pairs]
