@@ -51,3 +51,14 @@ def among_others(rows: tuple[Tensor, ...], others: tuple[Tensor, ...], lengths, 
     before = sum(lengths[:place])
     packed = tuple(torch.cat([o[:before], r, o[before : sum(lengths)]]) for r, o in zip(rows, others, strict=True))
     return packed, cumulative([*lengths[:place], own, *lengths[place:]]), slice(before, before + own)
+
+
+HEAD_DIM = 32
+K_SCALE, V_SCALE = torch.tensor(0.0213), torch.tensor([0.0117])
+"""Scales that bf16 cannot hold, in both accepted shapes."""
+
+
+def attention_inputs(tokens: int, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of as many rows."""
+    shapes = ((tokens, heads, HEAD_DIM), (tokens, kv_heads, HEAD_DIM), (tokens, kv_heads, HEAD_DIM))
+    return tuple(normal(*shape, seed=seed + number) for number, shape in enumerate(shapes))
