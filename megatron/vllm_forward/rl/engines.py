@@ -9,7 +9,7 @@ import torch
 from megatron.vllm_forward import versions, weights
 from vllm_forward_bridge.config import BridgeConfig
 from vllm_forward_bridge.model_config import ModelConfig
-from vllm_forward_bridge.rollout.embedded import EmbeddedRollout
+from vllm_forward_bridge.rollout.embedded.engine import EmbeddedRollout
 from vllm_forward_bridge.rollout.protocol import Rollout
 
 GIB = 1 << 30
