@@ -81,7 +81,7 @@ NO_LIST = {"layers_block_type": None}
 FAULTS = {
     "slash in the pattern": ({**NO_LIST, "hybrid_override_pattern": "MEM*E/*E"}, {}, "'/' (MTP) belong"),
     "pipe in the pattern": ({**NO_LIST, "hybrid_override_pattern": "ME|M*E"}, {}, "'|' (pipeline cut)"),
-    "dense layer": ({"layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe"]}, {}, "has '-'; accepted are M"),
+    "dense layer": ({"layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe"]}, {}, "has '-'; accepted"),
     "unknown layer word": ({"layers_block_type": ["mamba", "rnn", "mamba", "attention", "moe"]}, {}, "has 'rnn'"),
     "two lists": ({"hybrid_override_pattern": "MEMM*"}, {}, "but hybrid_override_pattern is 'MEMM*'"),
     "no list": (NO_LIST, {}, "neither layers_block_type nor hybrid_override_pattern"),
@@ -94,7 +94,7 @@ FAULTS = {
     "unknown algorithm": ({}, {"quant_algo": "AWQ"}, "quant_algo is 'AWQ'; accepted are MIXED_PRECISION, FP8"),
     "MXFP8 layer": ({}, {"quantized_layers": {"lm_head": {"quant_algo": "MXFP8"}}}, "gives MXFP8 to 1 modules"),
     "no layers": ({}, {"quantized_layers": {}}, "MIXED_PRECISION without quantized_layers"),
-    "group size": ({}, {"quantized_layers": {"lm_head": {"quant_algo": "NVFP4", "group_size": 32}}}, "has group_size 32"),
+    "group size": ({}, {"quantized_layers": {"lm_head": {"quant_algo": "NVFP4", "group_size": 32}}}, "group_size 32"),
     "excluded head": ({}, {"exclude_modules": ["lm_head*"]}, "lm_head is in quantized_layers, but"),
     "unknown KV cache": ({}, {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo is 'NVFP4'"),
 }  # fmt: skip

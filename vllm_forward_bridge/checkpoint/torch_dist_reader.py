@@ -39,8 +39,27 @@ class TorchDistReader:
             key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)
         }
         self._storage = metadata.storage_data
+        problems = self._file_problems()
+        if problems:
+            raise ValueError(f"{folder}: this checkpoint cannot be read:\n  - " + "\n  - ".join(problems))
         # Neighbouring rows of a block are read one after the other; where its elements start is found once.
         self._locate = lru_cache(maxsize=1 << 16)(_find_elements)
+
+    def _file_problems(self) -> list[str]:
+        ends: dict[str, int] = {}
+        for info in self._storage.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        problems = []
+        for name, end in ends.items():
+            path = self.folder / name
+            if not path.exists():
+                problems.append(f"{name}: listed in {METADATA_FILE} but not there; copy it again")
+            elif path.stat().st_size < end:
+                problems.append(
+                    f"{name}: has {path.stat().st_size} bytes, {METADATA_FILE} lists blocks up to byte {end}; it is cut "
+                    "off: copy it again"
+                )
+        return problems
 
     def table(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and global shape of every tensor."""
