@@ -196,7 +196,7 @@ def _unsupported(args: argparse.Namespace) -> list[str]:
     if args.context_parallel_size != 1:
         problems.append(f"--context-parallel-size is {args.context_parallel_size}; the loop does not cut rows: use 1")
     if args.rerun_mode != "disabled":
-        problems.append(f"--rerun-mode is {args.rerun_mode!r}; 'disabled' is needed, the gate repeats the forward itself")
+        problems.append(f"--rerun-mode is {args.rerun_mode!r}; 'disabled' is needed, the gate is the check")
     overlap = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(args, name)]
     if overlap:
         flags = ", ".join("--" + name.replace("_", "-") for name in overlap)
