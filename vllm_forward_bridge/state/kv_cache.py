@@ -49,11 +49,11 @@ def page_plan(
     _check_pages(pages, ends, page_tokens)
     columns = max(len(held) for held in pages)
     block_table_SB = torch.tensor([[*held, *[-1] * (columns - len(held))] for held in pages], dtype=torch.int32)
-    positions = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-    row_T = torch.cat([
-        table_B[position_R // page_tokens].long() * page_tokens + position_R % page_tokens
-        for table_B, position_R in zip(block_table_SB, positions, strict=True)
-    ])  # fmt: skip
+    count_S = torch.tensor(list(counts))
+    sequence_T = torch.repeat_interleave(torch.arange(len(count_S)), count_S)
+    first_position_S = torch.tensor(list(starts)) - (count_S.cumsum(0) - count_S)
+    position_T = torch.arange(len(sequence_T)) + first_position_S[sequence_T]
+    row_T = block_table_SB[sequence_T, position_T // page_tokens].long() * page_tokens + position_T % page_tokens
     cu_seqlens_S1 = torch.tensor([0, *counts]).cumsum(0).int()
     kv_lens_S = torch.tensor(ends, dtype=torch.int32)
     return PagePlan(*(tensor.to(device) for tensor in (block_table_SB, cu_seqlens_S1, kv_lens_S, row_T)))
