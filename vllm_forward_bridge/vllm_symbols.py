@@ -34,7 +34,15 @@ SYMBOLS = {
     "moe_align_block_size": Symbol(
         "vllm._custom_ops",
         "moe_align_block_size",
-        ("topk_ids", "num_experts", "block_size", "sorted_token_ids", "experts_ids", "num_tokens_post_pad", "expert_map"),
+        (
+            "topk_ids",
+            "num_experts",
+            "block_size",
+            "sorted_token_ids",
+            "experts_ids",
+            "num_tokens_post_pad",
+            "expert_map",
+        ),
     ),
     "causal_conv1d_fn": Symbol(
         f"{_OPS}.causal_conv1d",
@@ -63,7 +71,9 @@ SYMBOLS = {
         "humming_gemm",
         (),
     ),
-    "prepare_humming_weight": Symbol("humming.utils.weight", "prepare_humming_weight", ("weight", "b_dtype", "a_dtype")),
+    "prepare_humming_weight": Symbol(
+        "humming.utils.weight", "prepare_humming_weight", ("weight", "b_dtype", "a_dtype")
+    ),
     "prepare_humming_weight_scale": Symbol(
         "humming.utils.weight", "prepare_humming_weight_scale", ("weight_scale", "to_apply_on_c")
     ),
@@ -107,7 +117,7 @@ def ssd_kernel(name: str) -> Any:
 
 
 def humming(path: str) -> Any:
-    """Return `humming.<module>:<attribute>` given as "module:attribute"; Humming comes with vLLM and is pinned by it."""
+    """Return `humming.<module>:<attribute>` given as "module:attribute"; vLLM brings and pins Humming."""
     check_version()
     module, attribute = path.split(":")
     return _attribute(f"humming.{module}", attribute)

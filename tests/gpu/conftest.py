@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU tests: skipped without the hardware, and every outcome and measurement goes to one JSON-lines file as it happens."""
+"""GPU tests: skipped without the hardware; outcomes and measurements go to one JSON-lines file as they come."""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op whose rows are tokens, as a case: seeded weights, seeded rows, one call. A row's bits must ignore the rest."""
+"""Every op whose rows are tokens: seeded weights, seeded rows, one call. A row's bits must ignore the rest."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes the GPU proofs run at: those of Nemotron-3.5-Lightning-30B-A3B, and half of each N as tensor parallelism cuts it."""
+"""Sizes the GPU proofs run at: those of Nemotron-3.5-Lightning-30B-A3B, and half of each N."""
 
 HIDDEN = 2688
 VOCAB = 131072

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolution, scan and attention: same bits for one-shot prefill, chunks, single steps, packed or alone, poisoned tails."""
+"""Convolution, scan, attention: same bits for one-shot prefill, chunks, steps, packed or alone, poisoned tails."""
 
 import pytest
 import torch
@@ -195,9 +195,11 @@ def test_paged_attention_ignores_page_size_order_and_free_pages(page_tokens):
     scale, one = HEAD_DIM**-0.5, torch.ones((), device="cuda")
     codes = [fa3.quantize_kv(x, one) for x in (k, v)]
 
-    def run(page, shuffle):
+    def run(page, shuffle, beside=False):
         pages, table = zip(*(fa3.to_pages(c, cu, max(lengths), page) for c in codes), strict=True)
         pages, table = list(pages), table[0]
+        if beside:  # keys and values of a page side by side, as vLLM lays them out
+            pages = torch.cat(pages, dim=-1).split(HEAD_DIM, dim=-1)
         if shuffle:
             order = torch.randperm(len(pages[0]), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
             place = torch.empty_like(order)
@@ -219,3 +221,4 @@ def test_paged_attention_ignores_page_size_order_and_free_pages(page_tokens):
     want = run(fa3.PAGE_TOKENS, False)
     assert_same_bits(run(page_tokens, False), want, f"pages of {page_tokens} and of {fa3.PAGE_TOKENS}")
     assert_same_bits(run(page_tokens, True), want, f"shuffled pages of {page_tokens} beside pages of NaN")
+    assert_same_bits(run(page_tokens, False, beside=True), want, f"pages of {page_tokens} with values beside keys")

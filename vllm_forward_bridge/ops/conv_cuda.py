@@ -18,7 +18,8 @@ def conv(
 
     Args:
         x_TC: bf16, contiguous.
-        weight_CW, bias_C: bf16.
+        weight_CW: bf16.
+        bias_C: bf16.
         cu_seqlens_S1: int32.
         tails: bf16 [slots, W-1, C], the last inputs of each sequence, oldest first; slot 0 is never read or written.
         slots_S: int32, where each sequence's tail lies.
@@ -30,7 +31,8 @@ def conv(
     """
     y_CT = symbol("causal_conv1d_fn")(
         kernel_form(x_TC).t(), weight_CW, bias_C, tails.transpose(1, 2),
-        query_start_loc=cu_seqlens_S1, cache_indices=slots_S, has_initial_state=has_tail_S, activation="silu", metadata=metadata,
+        query_start_loc=cu_seqlens_S1, cache_indices=slots_S, has_initial_state=has_tail_S, activation="silu",
+        metadata=metadata,
     )  # fmt: skip
     return y_CT.t()
 

@@ -19,8 +19,8 @@ HEAD_DIMS = range(65, 129)
 
 
 def paged_attention(
-    q_Tqd: Tensor, key_pages: Tensor, value_pages: Tensor, block_table: Tensor, cu_seqlens_q_S1: Tensor, kv_lens_S: Tensor,
-    *, max_query_len: int, max_kv_len: int, softmax_scale: float, v_scale: Tensor,
+    q_Tqd: Tensor, key_pages: Tensor, value_pages: Tensor, block_table: Tensor, cu_seqlens_q_S1: Tensor,
+    kv_lens_S: Tensor, *, max_query_len: int, max_kv_len: int, softmax_scale: float, v_scale: Tensor,
 ) -> Tensor:  # fmt: skip
     """Attend with each sequence's last rows as queries.
 
@@ -28,10 +28,13 @@ def paged_attention(
 
     Args:
         q_Tqd: bf16; rows past the last sequence give zeros.
-        key_pages, value_pages: bf16 [pages, page_tokens, g, d], values of e4m3 codes.
+        key_pages: bf16 [pages, page_tokens, g, d], values of e4m3 codes.
+        value_pages: as key_pages.
         block_table: int32 [S, pages of the longest sequence].
-        cu_seqlens_q_S1, kv_lens_S: int32; a sequence's queries are its last rows.
-        max_query_len, max_kv_len: bounds, host integers.
+        cu_seqlens_q_S1: int32; a sequence's queries are its last rows.
+        kv_lens_S: int32.
+        max_query_len: bound, a host integer.
+        max_kv_len: bound, a host integer.
         softmax_scale: d^-0.5 times k_scale.
         v_scale: f32 scalar tensor.
 
@@ -40,8 +43,8 @@ def paged_attention(
     """
     if q_Tqd.shape[-1] not in HEAD_DIMS:
         raise ValueError(
-            f"attention head_dim is {q_Tqd.shape[-1]}; the CUDA forward takes {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, because "
-            "FA3 keeps one key tile in prefill and decode only there. Use a model with head_dim 128"
+            f"attention head_dim is {q_Tqd.shape[-1]}; the CUDA forward takes {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, "
+            "because FA3 keeps one key tile in prefill and decode only there. Use a model with head_dim 128"
         )
     out_Tqd = torch.zeros_like(q_Tqd)
     if not len(q_Tqd):
@@ -111,6 +114,7 @@ def cached_attention(
     """Run `ops.cached_attention` on pages of codes; FA3 reads a bf16 copy of them."""
     max_query_len, max_kv_len = int(cu_seqlens_q_S1.diff().max()), int(kv_lens_S.max())
     return paged_attention(
-        q_Tqd, key_pages_YZgd.to(torch.bfloat16), value_pages_YZgd.to(torch.bfloat16), block_table_SB, cu_seqlens_q_S1, kv_lens_S,
-        max_query_len=max_query_len, max_kv_len=max_kv_len, softmax_scale=softmax_scale * k_scale.item(), v_scale=v_scale,
+        q_Tqd, key_pages_YZgd.to(torch.bfloat16), value_pages_YZgd.to(torch.bfloat16), block_table_SB,
+        cu_seqlens_q_S1, kv_lens_S, max_query_len=max_query_len, max_kv_len=max_kv_len,
+        softmax_scale=softmax_scale * k_scale.item(), v_scale=v_scale,
     )  # fmt: skip

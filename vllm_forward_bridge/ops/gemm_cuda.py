@@ -28,8 +28,8 @@ def fp8_linear(
     N, K = codes_NK.shape
     if N % 16 or K % 16:
         raise ValueError(
-            f"fp8_linear has a weight of {N} x {K}; the CUDA forward takes multiples of 16, because for others vLLM changes "
-            "to a Triton kernel with other bits. Keep this layer in BF16 on the GPU"
+            f"fp8_linear has a weight of {N} x {K}; the CUDA forward takes multiples of 16, because for others vLLM "
+            "changes to a Triton kernel with other bits. Keep this layer in BF16 on the GPU"
         )
     if not len(x_TK):
         return x_TK.new_empty(0, N)

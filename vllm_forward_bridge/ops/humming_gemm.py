@@ -47,8 +47,8 @@ def pack_nvfp4(codes: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
     K = codes.shape[-1] * 2
     if K % TILE_K:
         raise ValueError(
-            f"an NVFP4 weight has K = {K}; the CUDA forward takes multiples of {TILE_K}, its fixed K tile, which no split "
-            "may cut. Keep this layer in another format on the GPU"
+            f"an NVFP4 weight has K = {K}; the CUDA forward takes multiples of {TILE_K}, its fixed K tile, which no "
+            "split may cut. Keep this layer in another format on the GPU"
         )
     dtypes = humming("dtypes:float4e2m1"), humming("dtypes:bfloat16")
     rows = packed_features(codes.shape[-2]) - codes.shape[-2]
@@ -87,8 +87,8 @@ def _require_packed(op: str, *codes: Tensor) -> None:
     plain = [tensor for tensor in codes if not is_packed(tensor)]
     if plain:
         raise ValueError(
-            f"{op} on CUDA was given codes of {plain[0].dtype} {tuple(plain[0].shape)}; packed int32 codes are accepted, the "
-            "layout that the kernel reads: pass the result of operands.nvfp4_operands, made once for each version"
+            f"{op} on CUDA was given codes of {plain[0].dtype} {tuple(plain[0].shape)}; packed int32 codes are "
+            "accepted, the layout that the kernel reads: pass the result of operands.nvfp4_operands, made once a version"
         )
 
 
@@ -103,9 +103,14 @@ def moe_experts(
     Args:
         x_TH: bf16.
         expert_ids_Tk: int64, -1 for a slot that is not computed here.
-        fc1_packed: int32 [E, H/16, 2 F'], and its scales.
-        fc2_packed: int32 [E, F/16, 2 H'], and its scales.
-        fc1_weight_EFH, fc2_weight_EHF: masters; the forward never reads them.
+        fc1_packed: int32 [E, H/16, 2 F'].
+        fc1_packed_scale: e4m3fn [E, H/16, F'].
+        fc1_global_scale_E: fp32.
+        fc2_packed: int32 [E, F/16, 2 H'].
+        fc2_packed_scale: e4m3fn [E, F/16, H'].
+        fc2_global_scale_E: fp32.
+        fc1_weight_EFH: master; the forward never reads it.
+        fc2_weight_EHF: master; the forward never reads it.
     """
     _require_packed("moe_experts", fc1_packed, fc2_packed)
     x_TH = kernel_form(x_TH)
@@ -119,7 +124,8 @@ def moe_experts(
     compute, tuning = _compute("indexed"), _tuning(tile)
     _gemm(
         x_TH, fc1_packed, fc1_packed_scale, fc1_global_scale_E,
-        layer=_layer(fc1_packed_scale.shape[-1], F, H, E), compute=compute, tuning=tuning, outputs=inner, top_k=top_k, **routing,
+        layer=_layer(fc1_packed_scale.shape[-1], F, H, E), compute=compute, tuning=tuning, outputs=inner, top_k=top_k,
+        **routing,
     )  # fmt: skip
     _gemm(
         relu_squared(inner), fc2_packed, fc2_packed_scale, fc2_global_scale_E,
@@ -160,7 +166,8 @@ def _layer(packed_rows: int, num_features: int, in_features: int, num_experts: i
     return json.dumps({
         "shape_n": packed_rows, "pad_shape_n": packed_rows - num_features, "shape_k": in_features, "pad_shape_k": 0,
         "num_experts": num_experts, "a_dtype": "bfloat16", "b_dtype": "float4e2m1", "c_dtype": "bfloat16",
-        "bs_dtype": "float8e4m3", "weight_scale_group_size": BLOCK, "weight_scale_type": "group_tensor", "mma_type": "wgmma",
+        "bs_dtype": "float8e4m3", "weight_scale_group_size": BLOCK, "weight_scale_type": "group_tensor",
+        "mma_type": "wgmma",
     })  # fmt: skip
 
 
@@ -173,7 +180,8 @@ def _compute(gemm_type: str) -> str:
 def _tuning(tile_m: int) -> str:
     # bits: only the K tile and the absence of split-K and stream-K decide the order of the sum.
     return json.dumps({
-        "block_shape": [tile_m, TILE_N, TILE_K], "warp_shape": [tile_m, 32, TILE_K], "use_stream_k": False, "num_stages": 4,
+        "block_shape": [tile_m, TILE_N, TILE_K], "warp_shape": [tile_m, 32, TILE_K],
+        "use_stream_k": False, "num_stages": 4,
     })  # fmt: skip
 
 

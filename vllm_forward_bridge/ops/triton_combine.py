@@ -56,7 +56,9 @@ def relu_squared(x: Tensor) -> Tensor:
     return out
 
 
-def moe_combine(rows_TkH: Tensor, weights_Tk: Tensor, routed_scaling_factor: float, shared_TH: Tensor | None) -> Tensor:
+def moe_combine(
+    rows_TkH: Tensor, weights_Tk: Tensor, routed_scaling_factor: float, shared_TH: Tensor | None = None
+) -> Tensor:
     """Launch the combine; see `ops.moe_combine` for the formula."""
     require_dtype(rows_TkH, torch.bfloat16, "rows", "moe_combine")
     require_dtype(weights_Tk, torch.float32, "weights", "moe_combine")
@@ -65,7 +67,8 @@ def moe_combine(rows_TkH: Tensor, weights_Tk: Tensor, routed_scaling_factor: flo
     out_TH = torch.empty(T, H, dtype=rows_TkH.dtype, device=rows_TkH.device)
     if T:
         _combine_kernel[(T, triton.cdiv(H, _BLOCK))](
-            rows_TkH, weights_Tk, out_TH if shared_TH is None else kernel_form(shared_TH), out_TH, routed_scaling_factor,
-            H=H, TOP_K=top_k, HAS_SHARED=shared_TH is not None, BLOCK=_BLOCK, num_warps=4, **NO_FUSION,
+            rows_TkH, weights_Tk, out_TH if shared_TH is None else kernel_form(shared_TH), out_TH,
+            routed_scaling_factor, H=H, TOP_K=top_k, HAS_SHARED=shared_TH is not None, BLOCK=_BLOCK, num_warps=4,
+            **NO_FUSION,
         )  # fmt: skip
     return out_TH

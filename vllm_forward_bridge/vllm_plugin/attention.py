@@ -72,8 +72,9 @@ class PagedImpl(AttentionImpl):
     supports_quant_query_input = False
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any, sliding_window: Any,
-        kv_cache_dtype: str, logits_soft_cap: Any = None, attn_type: str = "decoder", kv_sharing_target_layer_name: Any = None,
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any,
+        sliding_window: Any, kv_cache_dtype: str, logits_soft_cap: Any = None, attn_type: str = "decoder",
+        kv_sharing_target_layer_name: Any = None,
     ) -> None:  # fmt: skip
         self.num_heads = num_heads
         self.head_size = head_size
@@ -82,8 +83,9 @@ class PagedImpl(AttentionImpl):
         self.kv_cache_dtype = kv_cache_dtype
 
     def forward(
-        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: PagedMetadata | None,
-        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: PagedMetadata | None, output: Tensor, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Write the step's keys and values, then attend."""
         if attn_metadata is None:
@@ -98,7 +100,8 @@ class PagedImpl(AttentionImpl):
             # bits: pages hold f32(code), which bf16 represents exactly.
             pages[place] = ops.quantize_kv(rows[:live].contiguous(), scale).to(torch.bfloat16)
         output[:live] = fa3.paged_attention(
-            query[:live], key_pages, value_pages, attn_metadata.block_table, attn_metadata.query_start_loc, attn_metadata.seq_lens,
+            query[:live], key_pages, value_pages, attn_metadata.block_table, attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
             max_query_len=attn_metadata.max_query_len, max_kv_len=attn_metadata.max_seq_len,
             softmax_scale=self.scale * scales.host_k_scale, v_scale=scales.v_scale,
         )  # fmt: skip

@@ -45,7 +45,7 @@ def state_shapes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
 
 
 STATE_DTYPES = (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
-"""In the order of `state_shapes`. bits: the boundary state is fp32; a bf16 one changes bits behind the next boundary."""
+"""In the order of `state_shapes`. bits: a boundary state in bf16 would change what comes behind it."""
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ class BridgedNemotronH(nn.Module, HasInnerState, IsHybrid):
         return nn.functional.embedding(input_ids, self._weights.embedding_VH)
 
     def forward(
-        self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
+        self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Return hidden_TH after the final norm."""
         weights, eps = self._weights, self.geometry.norm_eps
@@ -153,8 +153,8 @@ class BridgedNemotronH(nn.Module, HasInnerState, IsHybrid):
         """
         if self._version is None:
             raise RuntimeError(
-                "the engine's weights are incomplete: they were never loaded, or an update was interrupted. Send a whole "
-                "version to a new engine"
+                "the engine's weights are incomplete: they were never loaded, or an update was interrupted. Send a "
+                "whole version to a new engine"
             )
         return self._version
 

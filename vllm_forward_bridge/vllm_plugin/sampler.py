@@ -24,8 +24,12 @@ from vllm_forward_bridge.ops import triton_logprob
 from vllm_forward_bridge.ops.survivors import uncut
 from vllm_forward_bridge.rollout.uniform import token_uniform
 
+SEED = "vllm_forward_bridge_seed"
+"""Key of a request's `extra_args`. vLLM's own `seed` makes a generator that it rewinds as if a draw had moved it."""
+
 _NEUTRAL = {
     "n": (1,),
+    "seed": (None,),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
@@ -71,8 +75,11 @@ class RequestState(LogitsProcessor):
             for name, accepted in _NEUTRAL.items()
             if getattr(sampling_params, name) not in accepted
         ]
-        if sampling_params.seed is None:
-            problems.append("seed is None; an integer is needed, a token is a function of seed and position")
+        seed = _seed(sampling_params)
+        if not isinstance(seed, int):
+            problems.append(
+                f"extra_args[{SEED!r}] is {seed!r}; an integer is needed, it and the position draw the token"
+            )
         if problems:
             raise ValueError(
                 "the bridged sampler draws from temperature, top-k and top-p alone:\n  - " + "\n  - ".join(problems)
@@ -106,7 +113,7 @@ class RequestState(LogitsProcessor):
         rows = [self.rows.get(index) for index in range(num_rows)]
         # Rows without a request exist only while vLLM measures memory.
         given = [
-            (row.params.temperature, row.params.top_p, max(row.params.top_k, 0), row.params.seed, row.position)
+            (row.params.temperature, row.params.top_p, max(row.params.top_k, 0), _seed(row.params), row.position)
             if row
             else (1.0, 1.0, 0, 0, 0)
             for row in rows
@@ -115,6 +122,10 @@ class RequestState(LogitsProcessor):
         uniform_T = token_uniform(torch.tensor(seed), torch.tensor(position))
         columns = (torch.tensor(temperature), torch.tensor(top_p), torch.tensor(top_k, dtype=torch.int32), uniform_T)
         return tuple(column.to(device, non_blocking=True) for column in columns)
+
+
+def _seed(params: SamplingParams) -> Any:
+    return (params.extra_args or {}).get(SEED)
 
 
 class BridgeSampler(Sampler):

@@ -27,8 +27,8 @@ def _switch_problems(vllm_config: Any) -> Iterator[str]:
     given = vllm_config.additional_config[KEY].get("digest")
     if given != package_digest():
         yield (
-            f"the engine was configured by code with digest {given!r}, this process runs {package_digest()!r}; one code "
-            "in every process is needed: install the same package everywhere"
+            f"the engine was configured by code with digest {given!r}, this process runs {package_digest()!r}; one "
+            "code in every process is needed: install the same package everywhere"
         )
 
 
@@ -81,6 +81,6 @@ def page_problem(page_tokens: int) -> str:
     if page_tokens % _MULTIPLE_OF == 0:
         return ""
     return (
-        f"attention pages hold {page_tokens} tokens; multiples of {_MULTIPLE_OF}, the key tile of the attention kernel, are "
-        "accepted. Leave block_size at its default"
+        f"attention pages hold {page_tokens} tokens; multiples of {_MULTIPLE_OF}, the key tile of the attention "
+        "kernel, are accepted. Leave block_size at its default"
     )
