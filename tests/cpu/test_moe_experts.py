@@ -49,6 +49,10 @@ def test_moe_experts_opcheck():
     )
     torch.library.opcheck(op, (x_TH.detach(), ids_Tk, *packed, None, None), test_utils=OPCHECKS)
     assert_inputs_unchanged(moe_experts, x_TH.detach(), ids_Tk, *packed)
+    grad_TkH, first_TkF = torch.ones(5, K, 32).bfloat16(), torch.ones(5, K, 16).bfloat16()
+    values = [value.detach() for value in (grad_TkH, x_TH, ids_Tk, first_TkF, *masters)]
+    for needs in ([True, True, True], [False, True, False]):
+        torch.library.opcheck(moe_experts_gradients, (*values, needs))
 
 
 def test_moe_experts_rows_are_two_nvfp4_linears():
