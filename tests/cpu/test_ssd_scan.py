@@ -110,7 +110,8 @@ def test_ssd_scan_row_bits_ignore_batch(chunk_size):
 
 
 def test_ssd_scan_bits_ignore_threads():
-    lengths = [100, 1, 33, 64] * 2
+    # Twelve sequences of this size are two blocks, so the cut into blocks is covered as well.
+    lengths = [100, 1, 33, 64] * 3
     inputs = scan_inputs(sum(lengths), heads=16, head_dim=32, state=64)
     with num_threads(1):
         want = scan(inputs, lengths)
@@ -118,6 +119,8 @@ def test_ssd_scan_bits_ignore_threads():
         with num_threads(threads):
             for got, expected in zip(scan(inputs, lengths), want, strict=True):
                 assert_same_bits(got, expected, f"{threads} threads")
+    alone, _ = scan(scan_rows(inputs, slice(-64, None)), [64])
+    assert_same_bits(want[0][-64:], alone, "the last sequence alone")
 
 
 @pytest.mark.parametrize("row", [0, 3, CHUNK - 2, CHUNK - 1, CHUNK, CHUNK + 7, 2 * CHUNK - 1])
@@ -241,10 +244,12 @@ def test_ssd_scan_grads_only_where_needed():
 
 def test_ssd_scan_rejects_wrong_arguments():
     inputs = scan_inputs(9, heads=3)
+    wrong = inputs | {"A": inputs["A"].neg().bfloat16()}
     with pytest.raises(ValueError, match="ssd_scan cannot take this call") as error:
-        ssd_scan(*(inputs | {"A": inputs["A"].bfloat16()}).values(), cumulative([4, 7]), 24, torch.zeros(3, 3, 8, 16))
+        ssd_scan(*wrong.values(), cumulative([4, 7]), 24, torch.zeros(3, 3, 8, 16))
     for part in (
         "3 heads with 2 groups", "chunk_size is 24; a power of two", "A_h is torch.bfloat16", "ends at 11; up to 9",
+        "A_h has 3 positive entries",
         "cu_seqlens_S1[1:] has shape [2], so S = 2, but S = 3 in boundary_state_ShPn",
     ):  # fmt: skip
         assert part in str(error.value)

@@ -89,7 +89,7 @@ def _extend(x_TC: Tensor, cu_seqlens_S1: Tensor, tail_SWC: Tensor | None, width:
     row_T = torch.arange(len(sequence_T), device=x_TC.device) + (sequence_T + 1) * gap
     sequences = len(cu_seqlens_S1) - 1
     extended_NC = x_TC.new_zeros(len(sequence_T) + sequences * gap, x_TC.shape[1])
-    extended_NC[row_T] = x_TC[: len(sequence_T)]
+    extended_NC.index_copy_(0, row_T, x_TC[: len(sequence_T)])
     if tail_SWC is not None:
         first_S = cu_seqlens_S1[:-1].long() + torch.arange(sequences, device=x_TC.device) * gap
         extended_NC[(first_S[:, None] + torch.arange(gap, device=x_TC.device)).flatten()] = tail_SWC.flatten(0, 1)

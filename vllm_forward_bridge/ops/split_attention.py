@@ -18,6 +18,7 @@ from vllm_forward_bridge.ops import exact
 LARGEST_SPLIT = 1 << 15
 """Keys a split may have: 20 bits of the weight, 18 of a stored value and 15 of the count fill a float64."""
 _GROUP_ELEMENTS = 1 << 18  # of the largest tensor of a group; changes time and memory, never bits
+_FEWEST_ROWS = 64  # of a task whose sequence is long: fewer would decode the keys too often
 _E4M3_NAN = 0x7F
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -50,7 +51,7 @@ def groups(
     tasks: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     start = 0
     for sequence, (queries, keys) in enumerate(zip(query_counts, key_counts, strict=True)):
-        rows = max(1, _GROUP_ELEMENTS // (num_heads * max(keys, 1)))
+        rows = max(_FEWEST_ROWS, _GROUP_ELEMENTS // (num_heads * max(keys, 1)))
         for first in range(0, queries, rows):
             count = min(rows, queries - first)
             seen = keys - queries + first + count

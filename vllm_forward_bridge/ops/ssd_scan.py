@@ -93,6 +93,11 @@ def _check(x_ThP, dt_Th, A_h, B_TGn, C_TGn, D_h, dt_bias_h, cu_seqlens_S1, chunk
             f"{x_ThP.shape[1]} heads with {B_TGn.shape[1]} groups; a multiple is accepted, every group serves as many "
             "heads: change either"
         )
+    if (A_h > 0).any():
+        problems.append(
+            f"A_h has {int((A_h > 0).sum())} positive entries; zero and below are accepted, as the state decays: pass "
+            "ssd_decay(A_log)"
+        )
     if not 1 <= chunk_size <= _LARGEST_SUM or chunk_size & (chunk_size - 1):
         problems.append(
             f"chunk_size is {chunk_size}; a power of two up to {_LARGEST_SUM} is accepted, as the running sum is a "
@@ -178,7 +183,8 @@ def _advance(x_bQhP, dt_bhQ, decay_bhQ, B_bQGn, state_bhPn):
     added_bGsn = exact.matmul(x_bGQs.transpose(2, 3), B_bGQn.transpose(2, 3)).float()
     added_bhPn = added_bGsn.view(b, h, P, n)
     if state_bhPn is None:
-        return added_bhPn
+        # bits: what 0 * exp(..) + added gives, an underflow to -0.0 included.
+        return added_bhPn.add_(0.0)
     return (state_bhPn * exact.exp(decay_bhQ[..., -1])[:, :, None, None]).add_(added_bhPn)
 
 
