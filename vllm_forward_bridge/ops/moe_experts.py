@@ -214,9 +214,10 @@ def moe_experts_gradients(
 
 @moe_experts_gradients.register_fake
 def _(grad_rows_TkH, x_TH, expert_ids_Tk, first_TkF, fc1_weight_EFH, fc2_weight_EHF, needs) -> tuple:
-    values = (x_TH, fc1_weight_EFH, fc2_weight_EHF)
-    nothing = grad_rows_TkH.new_empty(0, dtype=torch.float32)
-    return tuple(torch.empty_like(value) if needed else nothing for value, needed in zip(values, needs, strict=True))
+    return tuple(
+        torch.empty_like(value) if needed else grad_rows_TkH.new_empty(0, dtype=torch.float32)
+        for value, needed in zip((x_TH, fc1_weight_EFH, fc2_weight_EHF), needs, strict=True)
+    )
 
 
 def _setup(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
