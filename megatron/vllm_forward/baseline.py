@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_forward_bridge.ops.logprob import logprob as logprob
 from vllm_forward_bridge.quantization import Nvfp4Bytes, fp8_dequantize, nvfp4_dequantize
 
 
@@ -51,7 +50,14 @@ def fp8_linear(x_TK: Tensor, codes_NK: Tensor, weight_scale: Tensor, input_scale
     return F.linear(x_TK, _StraightThrough.apply(fp8_dequantize(codes_NK, weight_scale), weight_NK))
 
 
-def nvfp4_linear(x_TK: Tensor, codes: Tensor, block_scale: Tensor, global_scale: Tensor, weight_NK: Tensor) -> Tensor:
+def nvfp4_operands(codes: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the arguments: nothing is packed here."""
+    return codes, block_scale
+
+
+def nvfp4_linear(
+    x_TK: Tensor, codes: Tensor, block_scale: Tensor, global_scale: Tensor, weight_NK: Tensor, num_features: int
+) -> Tensor:
     """Multiply by the dequantised weight."""
     value = nvfp4_dequantize(Nvfp4Bytes(codes, block_scale, global_scale))
     return F.linear(x_TK, _StraightThrough.apply(value, weight_NK))
@@ -162,6 +168,13 @@ def attention(
         out = F.scaled_dot_product_attention(*heads, attn_mask=visible, scale=softmax_scale, enable_gqa=True)
         parts.append(out.squeeze(0).transpose(0, 1))
     return _whole(parts, q_Tqd)
+
+
+def logprob(logits_TV: Tensor, token_ids_T: Tensor, temperature_T: Tensor, top_p_T: Tensor, top_k_T: Tensor) -> Tensor:
+    """Take torch's log_softmax over the whole vocabulary, as trainers do that do not know how tokens were truncated."""
+    scale_T = torch.where(temperature_T > 0, temperature_T, 1.0)
+    log_p_TV = torch.log_softmax(logits_TV.float() / scale_T.unsqueeze(1), dim=1)
+    return log_p_TV.gather(1, token_ids_T.unsqueeze(1)).squeeze(1)
 
 
 def _sequences(rows: Tensor, cu_seqlens_S1: Tensor) -> list[Tensor]:

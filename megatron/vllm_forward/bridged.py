@@ -10,6 +10,7 @@ from vllm_forward_bridge.ops.logprob import logprob as logprob
 from vllm_forward_bridge.ops.moe_combine import moe_combine as moe_combine
 from vllm_forward_bridge.ops.moe_experts import moe_experts as moe_experts
 from vllm_forward_bridge.ops.nvfp4_linear import nvfp4_linear as nvfp4_linear
+from vllm_forward_bridge.ops.operands import nvfp4_operands as nvfp4_operands
 from vllm_forward_bridge.ops.relu_squared import relu_squared as relu_squared
 from vllm_forward_bridge.ops.rms_norm import rms_norm as rms_norm
 from vllm_forward_bridge.ops.router import router as router

@@ -45,6 +45,8 @@ class Deployed(nn.Module):
     master_version = 0
     bytes_version = 0
     tp_group = None
+    # (version of the bytes, what a kernel reads in their place)
+    made_operands: tuple[int, tuple[Tensor, ...]] | None = None
 
     def register_bytes(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
         """Register a buffer whose dtype never changes: Float16Module casts all other floats to bf16."""
@@ -54,11 +56,19 @@ class Deployed(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         kept = {name: self._buffers[name] for name in self.__dict__.get("byte_names", ())}
+        self.made_operands = None
         super()._apply(fn, recurse)
         for name, before in kept.items():
             if self._buffers[name].dtype != before.dtype:
                 self._buffers[name] = before.to(self._buffers[name].device)
         return self
+
+    def operands_of_version(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return what `make` makes of the bytes, made again only for a new version of them."""
+        if self.made_operands is None or self.made_operands[0] != self.bytes_version:
+            self.made_operands = None  # free the old copy first
+            self.made_operands = (self.bytes_version, make())
+        return self.made_operands[1]
 
     def check_current(self) -> None:
         """Raise if the bytes are older than the masters."""

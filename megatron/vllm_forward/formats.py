@@ -137,7 +137,14 @@ class Nvfp4:
 
     def product(self, kernels: ModuleType, module: Deployed, x_TK: Tensor) -> Tensor:
         """Multiply by the dequantised weight."""
-        return kernels.nvfp4_linear(x_TK, *self.tensors(module), module.weight)
+        codes, block_scale, global_scale = self.operands(kernels, module)
+        return kernels.nvfp4_linear(x_TK, codes, block_scale, global_scale, module.weight, module.weight.shape[0])
+
+    def operands(self, kernels: ModuleType, module: Deployed) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the bytes as the kernels read them; on a GPU that is a packed copy, made once a version."""
+        codes, block_scale, global_scale = self.tensors(module)
+        made = module.operands_of_version(lambda: kernels.nvfp4_operands(codes, block_scale))
+        return *made, global_scale
 
     def tensors(self, module: Deployed) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes, block scales as e4m3, and global scales."""

@@ -6,6 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -115,10 +116,10 @@ class ExpertWeight(Deployed):
         """Global id of the first expert here."""
         return self.ep_group.rank() * self.weight.shape[0]
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes, block scales and global scales of the experts here."""
+    def operands(self, kernels: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, block scales and global scales of the experts here, as the kernels read them."""
         self.check_current()
-        return self.format.tensors(self)
+        return self.format.operands(kernels, self)
 
     def deployment_views(self) -> Iterator[View]:
         """Yield each expert's tensors under its global id."""
@@ -187,7 +188,8 @@ class Experts(MegatronModule):
 
     def _local_rows(self, x_TH: Tensor, expert_ids_Tk: Tensor) -> Tensor:
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        return self.kernels.moe_experts(x_TH, expert_ids_Tk, *fc1.tensors(), *fc2.tensors(), fc1.weight, fc2.weight)
+        operands = (*fc1.operands(self.kernels), *fc2.operands(self.kernels))
+        return self.kernels.moe_experts(x_TH, expert_ids_Tk, *operands, fc1.weight, fc2.weight)
 
     def _counts(self, owners: Tensor) -> tuple[list[int], list[int]]:
         send = torch.bincount(owners, minlength=self.ep_group.size())
