@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import hashlib
 import json
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -24,6 +23,7 @@ from examples.swe_bench_pro.sandbox.protocol import IsolationUnavailable, Sandbo
 from examples.swe_bench_pro.tasks.columns import Task
 from examples.swe_bench_pro.train.assemble import run_name
 from examples.swe_bench_pro.train.journal import EpisodeJournal
+from examples.swe_bench_pro.train.lines import append_line, read_lines
 
 MISUSE = 2
 
@@ -82,19 +82,12 @@ class GoldJournal:
     def append(self, instance_id: str, run: int, outcome: str, seconds: float, detail: str) -> None:
         """Write one result and wait until it is on disk."""
         row = {"id": instance_id, "run": run, "outcome": outcome, "seconds": round(seconds, 3), "detail": detail[-500:]}
-        with self.path.open("a") as out:
-            out.write(json.dumps(row) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
+        append_line(self.path, row)
 
     def outcomes(self) -> dict[str, dict[int, str]]:
         """Return each problem's outcomes by run; the last line of a run counts, a torn line does not."""
         found: dict[str, dict[int, str]] = defaultdict(dict)
-        for line in self.path.read_text().split("\n") if self.path.exists() else []:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # torn by a crash, or the empty text behind the last line
+        for row in read_lines(self.path):
             found[row["id"]][row["run"]] = row["outcome"]
         return found
 

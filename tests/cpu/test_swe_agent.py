@@ -27,7 +27,6 @@ from swe_workbench import (
 )
 
 from examples.swe_bench_pro.agent.episode import EpisodeLimits
-from megatron.vllm_forward.rl.shared_engine import SharedEngine
 from examples.swe_bench_pro.agent.prompts import SHOWN_CHARACTERS, is_submission, observation
 from examples.swe_bench_pro.agent.stream import TokenStream
 from examples.swe_bench_pro.agent.tokens import encode_frame
@@ -38,6 +37,7 @@ from examples.swe_bench_pro.scripted import ScriptedEngine, call
 from examples.swe_bench_pro.train.collect import AgentCollector, CollectSettings, KnownWeights
 from examples.swe_bench_pro.train.journal import EpisodeJournal, Place
 from megatron.vllm_forward.rl.settings import GrpoSettings
+from megatron.vllm_forward.rl.shared_engine import SharedEngine
 from vllm_forward_bridge.rollout.protocol import Completion, Request, SamplingParams
 
 BOMB = "bomb() { bomb | bomb & }; bomb; sleep 0.5"

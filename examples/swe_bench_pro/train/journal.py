@@ -5,8 +5,6 @@ A line is written and synced before its episode counts. Only the last line of a 
 episode that runs again. An episode is used again only under the weights that sampled it, told by their digest.
 """
 
-import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple
 
 from examples.swe_bench_pro.agent.episode import Episode
 from examples.swe_bench_pro.agent.stream import TokenStream
+from examples.swe_bench_pro.train.lines import append_line, read_lines
 
 
 class Place(NamedTuple):
@@ -42,13 +41,7 @@ class EpisodeJournal:
     def append(self, step: int, place: Place, weights: str, episode: Episode) -> None:
         """Write one finished episode and wait until it is on disk."""
         record = {"place": list(place), "weights": weights, **vars(episode), "stream": episode.stream.to_record()}
-        path = self._path(step)
-        with path.open("a+b") as out:
-            if out.tell() and not _ends_with_newline(path):
-                out.write(b"\n")  # ends the line that a crash tore, so that the new one is whole
-            out.write((json.dumps(record) + "\n").encode())
-            out.flush()
-            os.fsync(out.fileno())
+        append_line(self._path(step), record)
 
     def read(self, step: int, weights: str) -> dict[Place, Episode]:
         """Return the step's finished episodes that these weights sampled; the last one of a place counts."""
@@ -65,18 +58,7 @@ class EpisodeJournal:
 
     def _records(self, step: int) -> Iterator[dict[str, Any]]:
         for path in sorted(self._folder.glob(f"step_{step:06d}.rank_*.jsonl")):
-            for line in path.read_text().split("\n"):
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # torn by a crash, or the empty text behind the last line
-                yield record
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+            yield from read_lines(path)
 
 
 def _episode(record: dict[str, Any]) -> Episode:
