@@ -260,7 +260,7 @@ def test_export_names_a_truncated_file_and_a_missing_tracker(folder, tmp_path):
     file = run / "release" / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-4000])
     with pytest.raises(
-        ValueError, match=r"__1_0.distcp: has \d+ bytes, .metadata lists blocks up to byte \d+; .*copy it again"
+        ValueError, match=r"__1_0.distcp: has \d+ bytes, .metadata lists blocks up to \d+; .*copy it again"
     ):
         convert_to_hf(run, tmp_path / "back")
     (run / "latest_checkpointed_iteration.txt").write_text("newest")

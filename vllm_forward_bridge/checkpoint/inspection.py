@@ -47,22 +47,22 @@ def inspect_checkpoint(
 
 def _groups(source: Source) -> list[dict]:
     """Sum up tensors whose names differ in layer and expert only."""
-    groups: dict[str, dict] = {}
+    groups: dict[tuple[str, str], dict] = {}
     for spec in source.table.values():
         name = re.sub(r"experts\.\d+", "experts.E", re.sub(r"layers\.\d+", "layers.N", spec.name))
         module, _, leaf = name.rpartition(".")
-        is_quantised = source.config.quantization.format_of(spec.name.rpartition(".")[0])
-        group = groups.setdefault(
-            f"{module} {is_quantised}",
-            {"module": module, "format": is_quantised, "leaves": {}, "tensors": 0, "bytes": 0},
-        )
-        shapes = group["leaves"].setdefault(f"{leaf} {DTYPE_NAMES[spec.dtype]}", set())
-        shapes.add(tuple(spec.shape))
+        weight_format = source.config.quantization.format_of(spec.name.rpartition(".")[0])
+        group = groups.setdefault((module, weight_format), {"module": module, "leaves": {}, "tensors": 0, "bytes": 0})
+        group["leaves"].setdefault(f"{leaf} {DTYPE_NAMES[spec.dtype]}", set()).add(spec.shape)
         group["tensors"] += 1
         group["bytes"] += spec.num_bytes
-    for group in groups.values():
-        group["leaves"] = {leaf: sorted(map(list, shapes)) for leaf, shapes in group["leaves"].items()}
-    return list(groups.values())
+    described = []
+    for (_, weight_format), group in groups.items():
+        dtypes = sorted({leaf.split()[1] for leaf in group["leaves"]})
+        shown = weight_format if weight_format != "BF16" else ", ".join(dtypes)
+        leaves = {leaf: sorted(map(list, shapes)) for leaf, shapes in group["leaves"].items()}
+        described.append({**group, "format": shown, "leaves": leaves})
+    return described
 
 
 def _scalars(source: Source) -> dict[str, dict]:

@@ -33,7 +33,7 @@ class Family:
     producer: str = "0.44.0rc5"
 
 
-_ATTENTION = ("backbone.layers.3.mixer.[qkvo]_proj",)
+_ATTENTION = ("backbone.layers.*.mixer.[qkvo]_proj",)
 FAMILIES = {
     "lightning": Family(
         quant_algo="MIXED_PRECISION",
@@ -83,7 +83,7 @@ FAMILIES = {
             ("backbone.layers.*.mixer.fc1_latent_proj", _FP8),
             ("backbone.layers.3.mixer.o_proj", _FP8),
         ),
-        exclude=("backbone.embeddings", "lm_head", "*.conv1d", "*.gate", "backbone.layers.3.mixer.[qkv]_proj", "mtp*"),
+        exclude=("backbone.embeddings", "lm_head", "*.conv1d", "*.gate", "backbone.layers.*.mixer.[qkv]_proj", "mtp*"),
         kv_cache=True,
         stores_kv_scales=True,
         router_dtype="BF16",
@@ -94,7 +94,7 @@ FAMILIES = {
 """Tiny likenesses of 3.5-Lightning (NVFP4, BF16), 3-Nano (NVFP4 W4A4, FP8) and 3-Super (mixed, latent experts)."""
 
 
-def model_json(family: Family, chunk_size: int) -> dict:
+def model_json(family: Family, chunk_size: int, pattern: str = PATTERN) -> dict:
     """Return config.json without quantization_config; sizes that other models have equal by accident all differ."""
     config = {
         "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
@@ -106,7 +106,7 @@ def model_json(family: Family, chunk_size: int) -> dict:
         "moe_intermediate_size": 128, "moe_latent_size": None,
         "moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True, "n_group": 1, "n_groups": 2,
         "n_routed_experts": 8, "n_shared_experts": 1, "norm_eps": 1e-05, "norm_topk_prob": True,
-        "num_attention_heads": 4, "num_experts_per_tok": 3, "num_hidden_layers": len(PATTERN), "num_key_value_heads": 2,
+        "num_attention_heads": 4, "num_experts_per_tok": 3, "num_hidden_layers": len(pattern), "num_key_value_heads": 2,
         "num_logits_to_keep": 1, "pad_token_id": 0, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": True,
         "residual_in_fp32": False, "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": None,
         "ssm_state_size": 64, "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_max": 0.1,
@@ -115,11 +115,11 @@ def model_json(family: Family, chunk_size: int) -> dict:
     }  # fmt: skip
     config["moe_latent_size"] = family.latent_size
     if family.legacy_keys:
-        config["hybrid_override_pattern"] = PATTERN
+        config["hybrid_override_pattern"] = pattern
         config["torch_dtype"] = config.pop("dtype")
         config["time_step_limit"] = [0.0, float("inf")]
     else:
-        config["layers_block_type"] = [_WORDS[letter] for letter in PATTERN]
+        config["layers_block_type"] = [_WORDS[letter] for letter in pattern]
     if family.mtp:
         config["num_nextn_predict_layers"] = 1
         words = (

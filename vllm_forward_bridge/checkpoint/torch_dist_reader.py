@@ -56,7 +56,7 @@ class TorchDistReader:
                 problems.append(f"{name}: listed in {METADATA_FILE} but not there; copy it again")
             elif path.stat().st_size < end:
                 problems.append(
-                    f"{name}: has {path.stat().st_size} bytes, {METADATA_FILE} lists blocks up to byte {end}; it is cut "
+                    f"{name}: has {path.stat().st_size} bytes, {METADATA_FILE} lists blocks up to {end}; it is cut "
                     "off: copy it again"
                 )
         return problems

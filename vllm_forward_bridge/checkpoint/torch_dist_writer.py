@@ -88,11 +88,14 @@ def write_metadata(
         for key, (dtype, shape) in table.items()
     }
     storage = {}
+    # pickle writes an equal string once only if it is the same object; a resumed conversion must give the same bytes.
+    same = {text: text for text in table}
     for block in blocks:
-        chunks = tensors[block.key].chunks
-        index = MetadataIndex(block.key, block.offset, len(chunks))
+        key, file = same[block.key], same.setdefault(block.file, block.file)
+        chunks = tensors[key].chunks
+        index = MetadataIndex(key, block.offset, len(chunks))
         chunks.append(ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.shape)))
-        storage[index] = _StorageInfo(block.file, block.start, block.length)
+        storage[index] = _StorageInfo(file, block.start, block.length)
     serialized = io.BytesIO()
     torch.save([common_state], serialized)
     (folder / _COMMON_FILE).write_bytes(serialized.getvalue())
