@@ -2,7 +2,7 @@
 """Ordinary kernels under the names of the contract's ops: what a trainer runs that does not care about the rollout.
 
 Same signatures as `bridged`. Weights are bf16(dequantised deployment bytes), straight-through to the masters; products
-are BLAS, attention is SDPA, the scan is sequential, experts are summed as usual. Close to the bridged forward, never
+are BLAS, attention is SDPA, the scan is torch's, experts are summed as usual. Close to the bridged forward, never
 the same bits.
 """
 
@@ -116,13 +116,11 @@ def moe_combine(rows_TkH: Tensor, weights_Tk: Tensor, routed_scaling_factor: flo
 def causal_conv1d(
     x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor, cu_seqlens_S1: Tensor, tail_SWC: Tensor | None
 ) -> Tensor:
-    """Convolve each sequence by torch.conv1d, then SiLU; starts from zeros."""
-    width = weight_CW.shape[1]
-    parts = []
-    for rows in _sequences(x_TC, cu_seqlens_S1):
-        padded = F.pad(rows.t().unsqueeze(0), (width - 1, 0))
-        parts.append(F.conv1d(padded, weight_CW.unsqueeze(1), bias_C, groups=len(weight_CW)).squeeze(0).t())
-    return F.silu(_whole(parts, x_TC))
+    """Convolve by torch.conv1d, all sequences side by side, then SiLU; each starts from zeros."""
+    side_by_side_SLC = _padded(x_TC, cu_seqlens_S1)
+    padded_SCL = F.pad(side_by_side_SLC.transpose(1, 2), (weight_CW.shape[1] - 1, 0))
+    y_SLC = F.conv1d(padded_SCL, weight_CW.unsqueeze(1), bias_C, groups=len(weight_CW)).transpose(1, 2)
+    return F.silu(_whole([_unpadded(y_SLC, cu_seqlens_S1)], x_TC))
 
 
 def ssd_decay(A_log_h: Tensor) -> Tensor:
@@ -134,23 +132,28 @@ def ssd_scan(
     x_ThP: Tensor, dt_Th: Tensor, A_h: Tensor, B_TGn: Tensor, C_TGn: Tensor, D_h: Tensor, dt_bias_h: Tensor,
     cu_seqlens_S1: Tensor, chunk_size: int, boundary_state_ShPn: Tensor | None,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Scan step by step in fp32, all sequences side by side; no state is handed on."""
+    """Scan chunk by chunk in fp32, all sequences side by side; no state is handed on."""
     repeats = x_ThP.shape[1] // B_TGn.shape[1]
     dt_Th = F.softplus(dt_Th.float() + dt_bias_h.float())
     padded = [
-        torch.nn.utils.rnn.pad_sequence(_sequences(rows, cu_seqlens_S1))
+        _padded(rows, cu_seqlens_S1).transpose(1, 2)
         for rows in (
-            torch.exp(dt_Th * A_h), x_ThP.float() * dt_Th.unsqueeze(2),
+            (dt_Th * A_h).unsqueeze(2), x_ThP.float() * dt_Th.unsqueeze(2),
             B_TGn.float().repeat_interleave(repeats, dim=1), C_TGn.float().repeat_interleave(repeats, dim=1),
         )
     ]  # fmt: skip
-    state_ShPn, steps = 0.0, []
-    for decay, x, B, C in zip(*(rows.unbind(0) for rows in padded), strict=True):
-        state_ShPn = state_ShPn * decay[..., None, None] + x.unsqueeze(3) * B.unsqueeze(2)
-        steps.append((state_ShPn @ C.unsqueeze(3)).squeeze(3))
-    y_LShP = torch.stack(steps)
-    lengths = cu_seqlens_S1.diff().tolist()
-    y_ThP = _whole([y_LShP[:length, place] for place, length in enumerate(lengths)], x_ThP)
+    state_ShPn, parts = None, []
+    for decay_ShQ1, x_ShQP, B_ShQn, C_ShQn in zip(*(rows.split(chunk_size, dim=2) for rows in padded), strict=True):
+        total_ShQ1 = decay_ShQ1.cumsum(dim=2)
+        between_ShQQ = (total_ShQ1 - total_ShQ1.mT).tril().exp().tril()
+        y_ShQP = (C_ShQn @ B_ShQn.mT * between_ShQQ) @ x_ShQP
+        if state_ShPn is not None:
+            y_ShQP = y_ShQP + C_ShQn @ state_ShPn.mT * total_ShQ1.exp()
+        parts.append(y_ShQP)
+        left_ShQ1 = (total_ShQ1[:, :, -1:] - total_ShQ1).exp()
+        added_ShPn = (x_ShQP * left_ShQ1).mT @ B_ShQn
+        state_ShPn = added_ShPn if state_ShPn is None else state_ShPn * total_ShQ1[:, :, -1:].exp() + added_ShPn
+    y_ThP = _whole([_unpadded(torch.cat(parts, dim=2).transpose(1, 2), cu_seqlens_S1)], x_ThP)
     return (y_ThP + x_ThP.float() * D_h.float().unsqueeze(1)).to(x_ThP.dtype), None
 
 
@@ -177,9 +180,20 @@ def logprob(logits_TV: Tensor, token_ids_T: Tensor, temperature_T: Tensor, top_p
     return log_p_TV.gather(1, token_ids_T.unsqueeze(1)).squeeze(1)
 
 
-def _sequences(rows: Tensor, cu_seqlens_S1: Tensor) -> list[Tensor]:
-    ends = cu_seqlens_S1.tolist()
-    return [rows[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+def _sequences(rows: Tensor, cu_seqlens_S1: Tensor) -> tuple[Tensor, ...]:
+    # One split, not a slice for each: the backward of a slice fills a whole tensor.
+    return rows[: int(cu_seqlens_S1[-1])].split(cu_seqlens_S1.diff().tolist())
+
+
+def _padded(rows: Tensor, cu_seqlens_S1: Tensor) -> Tensor:
+    """Lay sequences side by side: [S, longest, ...]."""
+    return torch.nn.utils.rnn.pad_sequence(list(_sequences(rows, cu_seqlens_S1)), batch_first=True)
+
+
+def _unpadded(side_by_side: Tensor, cu_seqlens_S1: Tensor) -> Tensor:
+    """Undo `_padded`."""
+    places_L = torch.arange(side_by_side.shape[1], device=side_by_side.device)
+    return side_by_side[places_L < cu_seqlens_S1.diff().unsqueeze(1)]
 
 
 def _whole(parts: list[Tensor], like: Tensor) -> Tensor:
