@@ -19,6 +19,7 @@ from embedded_engines import (
 )
 
 from vllm_forward_bridge.config import BridgeConfig, ModelSection, RolloutSection
+from vllm_forward_bridge.parity.recorder import OpRecorder, compare_recordings
 from vllm_forward_bridge.quantization import bytes_digest
 from vllm_forward_bridge.rollout.embedded.engine import EmbeddedRollout
 from vllm_forward_bridge.rollout.protocol import Request
@@ -196,6 +197,26 @@ def test_expert_ids_are_recorded_once_a_position_whatever_the_batch():
         assert torch.equal(got[completion.request_id].expert_ids, completion.expert_ids)
     assert len(want[0].expert_ids.unique()) > 3
     assert engine(num_kv_pages=8).generate([request("one", 3)])[0].expert_ids is None
+
+
+def test_recordings_of_decode_and_of_prefill_have_the_same_bits_op_by_op(tmp_path):
+    one, other = request("one", CHUNK - 2), request("other", 4)
+    decoding, scoring = engine(num_kv_pages=8, token_budget=8), engine(num_kv_pages=8)
+    recorders = OpRecorder(), OpRecorder()
+    decoding.record_ops(recorders[0], {"one": 5})
+    completion = decoding.generate([other, one])[1]
+    scoring.record_ops(recorders[1], {"0": 5})
+    scoring.score([completion.prompt_ids + completion.token_ids], one.sampling)
+    for number, recorder in enumerate(recorders):
+        recorder.save(tmp_path / str(number))
+    points, lonely = compare_recordings(tmp_path / "0", tmp_path / "1")
+    assert [point.name for point in points if point.differing_rows] == []
+    by_op = {point.name.split(".")[1]: point.common_rows for point in points}
+    every_position = len(one.prompt_ids) + len(completion.token_ids) - 1
+    assert by_op["attention"] == by_op["moe_experts"] == by_op["causal_conv1d"] == every_position
+    assert by_op["logprob"] == len(completion.token_ids)
+    # The scan runs over replayed rows too, so its own rows are not those of the forward; what follows it is compared.
+    assert {name.split(".")[1] for name in lonely} <= {"ssd_scan"}
 
 
 def test_record_names_the_kernels_that_run():

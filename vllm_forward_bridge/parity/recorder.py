@@ -62,6 +62,12 @@ class OpRecorder(TorchDispatchMode):
         finally:
             self._rows = None
 
+    def narrow(self, rows_R: Tensor) -> None:
+        """Say that the rest of this forward computes these rows only, as an output layer on the last rows does."""
+        samples_T, positions_T = self._rows
+        rows_R = rows_R.cpu()
+        self._rows = samples_T[rows_R], positions_T[rows_R]
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run the op and record its outputs if it is one of the contract's."""
         outputs = func(*args, **(kwargs or {}))

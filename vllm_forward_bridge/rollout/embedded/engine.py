@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedded rollout engine: continuous batching over the contract's ops, on any machine, without vLLM."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from vllm_forward_bridge.config import BridgeConfig
 from vllm_forward_bridge.model_config import ModelConfig
+from vllm_forward_bridge.parity.recorder import OpRecorder
 from vllm_forward_bridge.quantization import bytes_digest
 from vllm_forward_bridge.rollout.embedded.kernel_record import kernel_record
 from vllm_forward_bridge.rollout.embedded.model import EmbeddedModel
@@ -72,6 +74,7 @@ class EmbeddedRollout:
         self._version = version
         self._progress: dict[str, _Progress] = {}
         self._aborted: list[_Progress] = []
+        self._recorder: tuple[OpRecorder, Mapping[str, int]] | None = None
         self._install(tensors)
 
     @property
@@ -181,6 +184,15 @@ class EmbeddedRollout:
         """Name the kernel that serves each op in this process."""
         return kernel_record(self.device)
 
+    def record_ops(self, recorder: OpRecorder, samples: Mapping[str, int]) -> None:
+        """Record the ops of every later forward.
+
+        Args:
+            recorder: where they go; save it when the requests have ended.
+            samples: sample number of each request to record; "0", "1", ... name the sequences of `score`.
+        """
+        self._recorder = recorder, samples
+
     def _install(self, tensors: Mapping[str, Tensor]) -> None:
         """Build weights, caches and scheduler anew; nothing is assigned before all of it has succeeded."""
         limits = self.limits
@@ -198,19 +210,34 @@ class EmbeddedRollout:
     @torch.inference_mode()
     def _forward(self, chunks: list[Chunk], wanted: list[tuple[Chunk, int]]) -> tuple[list[int], Tensor]:
         """Run the chunks; give tokens and logprobs at the wanted (chunk, position of the token) rows."""
-        hidden_TH, expert_ids_TLk = self.model.forward(chunks)
         first_row, total = {}, 0
         for chunk in chunks:
             first_row[chunk.sequence], total = total - chunk.start, total + chunk.count
-        for chunk in chunks:
-            chunk.sequence.num_computed = chunk.end
-        if expert_ids_TLk is not None:
-            self._keep_experts(chunks, expert_ids_TLk)
-        if not wanted:
-            return [], hidden_TH.new_empty(0, dtype=torch.float32)
         rows = [first_row[chunk.sequence] + position - 1 for chunk, position in wanted]
-        logits_RV = self.model.logits(hidden_TH[torch.tensor(rows, device=self.device)])
-        return sample_rows(logits_RV, [self._logits_row(chunk.sequence, position) for chunk, position in wanted])
+        row_R = torch.tensor(rows, device=self.device)
+        with self._recorded(chunks) as narrow:
+            hidden_TH, expert_ids_TLk = self.model.forward(chunks)
+            for chunk in chunks:
+                chunk.sequence.num_computed = chunk.end
+            if expert_ids_TLk is not None:
+                self._keep_experts(chunks, expert_ids_TLk)
+            if not wanted:
+                return [], hidden_TH.new_empty(0, dtype=torch.float32)
+            narrow(row_R)
+            logits_RV = self.model.logits(hidden_TH[row_R])
+            return sample_rows(logits_RV, [self._logits_row(chunk.sequence, position) for chunk, position in wanted])
+
+    @contextlib.contextmanager
+    def _recorded(self, chunks: list[Chunk]) -> Iterator[Callable[[Tensor], None]]:
+        """Record this forward if asked to; give the function that says which rows go on to the output layer."""
+        if self._recorder is None:
+            yield lambda row_R: None
+            return
+        recorder, samples = self._recorder
+        sample_T = [samples.get(chunk.sequence.request_id, -1) for chunk in chunks for _ in range(chunk.count)]
+        position_T = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
+        with recorder.rows(torch.tensor(sample_T), torch.tensor(position_T)):
+            yield recorder.narrow
 
     def _logits_row(self, sequence: Sequence, position: int) -> LogitsRow:
         token = sequence.tokens[position] if sequence.scored else None
