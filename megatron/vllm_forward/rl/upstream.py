@@ -184,7 +184,7 @@ async def _answer(api: ModuleType, served: Served, request: Any) -> Any:
     messages = [{"role": message.role, "content": message.content} for message in request.prompt]
     prompt = served.encode(messages, getattr(request, "tools", None))
     served.requests += 1
-    sampling = _sampling(served, request.generation_args, len(prompt))
+    sampling = request_sampling(served, request.generation_args, len(prompt))
     completion = await served.shared.sample(
         Request(request_id=f"upstream/{served.requests}", prompt_ids=tuple(prompt), sampling=sampling)
     )
@@ -205,7 +205,7 @@ async def _answer(api: ModuleType, served: Served, request: Any) -> Any:
     return api.InferenceResponse(**{name: value for name, value in values.items() if name in known})
 
 
-def _sampling(served: Served, given: Any, prompt_tokens: int) -> SamplingParams:
+def request_sampling(served: Served, given: Any, prompt_tokens: int) -> SamplingParams:
     """Read upstream's generation arguments; its top_p 0 and top_k -1 or 0 mean off."""
     room = served.max_model_len - prompt_tokens
     wanted = getattr(given, "max_tokens", None) or room
