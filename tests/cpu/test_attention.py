@@ -86,6 +86,15 @@ def test_attention_close_to_reference(split_tokens):
     assert_within(attend(q, k, v, query_counts, key_counts, split_tokens), want, bound, "attention")
 
 
+def test_attention_scores_are_exact():
+    # Halves that cancel, so large that what a rounded sum leaves over would decide the softmax.
+    q, k, v = attention_inputs(40)
+    q[..., HEAD_DIM // 2 :] = q[..., : HEAD_DIM // 2]
+    k[..., HEAD_DIM // 2 :] = -k[..., : HEAD_DIM // 2]
+    got = attend(q * 2.0**30, k, v, [40], [40], 8)
+    assert_same_bits(got, attend(torch.zeros_like(q), k, v, [40], [40], 8), "scores of zero")
+
+
 def test_attention_reads_keys_and_values_back_from_codes():
     # Negative control: without the codes the result is another one.
     q, k, v = attention_inputs(20)

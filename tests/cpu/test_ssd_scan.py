@@ -188,6 +188,32 @@ def test_ssd_scan_row_without_C_is_its_skip():
     assert_same_bits(state, want_state, "state")
 
 
+def test_ssd_scan_products_over_the_state_are_exact():
+    # Two halves of the state that cancel: a rounding inside the sum would be left over, in an order that BLAS chooses.
+    inputs = scan_inputs(LENGTH)
+    skip = (inputs["x"].float() * inputs["D"].float()[:, None] + 0.0).bfloat16()
+    inputs["B"][..., 8:] = -inputs["B"][..., :8]
+    inputs["C"][..., 8:] = inputs["C"][..., :8]
+    start = torch.randn(1, 4, 8, 16, generator=torch.Generator().manual_seed(1))
+    start[..., 8:] = -start[..., :8]
+    assert_same_bits(scan(inputs, [LENGTH], state=start)[0], skip, "C.S and C.B are zero")
+
+
+def test_ssd_scan_products_over_the_chunk_are_exact():
+    # Rows a, b, -(a + b) under equal weights cancel: with A = 0 and one B and dt for all rows nothing is left of them.
+    inputs = scan_inputs(CHUNK)
+    for name in ("dt", "B", "C"):
+        inputs[name][1:] = inputs[name][:1]
+    inputs["A"] = torch.zeros(4)
+    a, b = torch.randint(1, 64, (2, 5, 4, 8), generator=torch.Generator().manual_seed(2))
+    inputs["x"] = torch.stack([a, b, -(a + b)], 1).flatten(0, 1).bfloat16() * 2.0**-5
+    inputs["x"] = torch.cat([inputs["x"], torch.zeros(1, 4, 8).bfloat16()])
+    skip = (inputs["x"].float() * inputs["D"].float()[:, None] + 0.0).bfloat16()
+    y, _ = scan(inputs, [CHUNK])
+    assert_same_bits(y[2::3], skip[2::3], "every third row")
+    assert not same_bits(y[1::3], skip[1::3])
+
+
 def test_ssd_scan_ignores_padding_and_empty_sequences():
     inputs = scan_inputs(50)
     want, want_state = scan(scan_rows(inputs, slice(40)), [7, 33])
