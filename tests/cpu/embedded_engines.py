@@ -13,6 +13,7 @@ from vllm_forward_bridge.checkpoint import open_repository
 from vllm_forward_bridge.checkpoint.tiny import make_tiny_checkpoint
 from vllm_forward_bridge.config import BridgeConfig, ForwardSection, GateSection, ModelSection, RolloutSection
 from vllm_forward_bridge.parity.bits import assert_same_bits
+from vllm_forward_bridge.quantization import Nvfp4Bytes, fp8_dequantize, nvfp4_dequantize
 from vllm_forward_bridge.rollout.embedded.engine import EmbeddedRollout
 from vllm_forward_bridge.rollout.protocol import Completion, Request, SamplingParams
 
@@ -91,6 +92,17 @@ def scored(rollout, completion, sampling):
     """Return float32 logprobs of a completion's sampled tokens, computed by prefill."""
     (values,) = rollout.score([completion.prompt_ids + completion.token_ids], sampling)
     return values[len(completion.prompt_ids) - 1 :]
+
+
+def library_product(linear, x_TK):
+    """Do what the baseline does in place of an engine's linear: the library's product with dequantised weights."""
+    if linear.weight_format == "FP8":
+        weight_NK = fp8_dequantize(linear.tensors[0], linear.tensors[1], torch.float32)
+    elif linear.weight_format == "W4A16_NVFP4":
+        weight_NK = nvfp4_dequantize(Nvfp4Bytes(*linear.tensors), torch.float32)
+    else:
+        weight_NK = linear.tensors[0].float()
+    return (x_TK.float() @ weight_NK.t()).bfloat16()
 
 
 def poison(rollout):

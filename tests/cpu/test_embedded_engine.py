@@ -11,6 +11,7 @@ from embedded_engines import (
     assert_same_completion,
     assert_same_completions,
     engine,
+    library_product,
     poison,
     request,
     scored,
@@ -18,7 +19,6 @@ from embedded_engines import (
 )
 
 from vllm_forward_bridge.parity.bits import assert_same_bits, same_bits
-from vllm_forward_bridge.quantization import Nvfp4Bytes, fp8_dequantize, nvfp4_dequantize
 from vllm_forward_bridge.rollout.embedded.weights import Linear
 from vllm_forward_bridge.rollout.protocol import Rollout, SamplingParams
 
@@ -36,17 +36,6 @@ def mixed_requests():
         request("2 chunk + 1", 2 * CHUNK + 1, PLAIN),
         request("long", 5, PLAIN, max_new_tokens=CHUNK),
     ]
-
-
-def ordinary_linear(self, x_TK):
-    """Do what the baseline does: the library's product with dequantised weights."""
-    if self.weight_format == "FP8":
-        weight_NK = fp8_dequantize(self.tensors[0], self.tensors[1], torch.float32)
-    elif self.weight_format == "W4A16_NVFP4":
-        weight_NK = nvfp4_dequantize(Nvfp4Bytes(*self.tensors), torch.float32)
-    else:
-        weight_NK = self.tensors[0].float()
-    return (x_TK.float() @ weight_NK.t()).bfloat16()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +60,7 @@ def test_decode_equals_prefill(reference):
 
 def test_ordinary_kernels_differ(reference, monkeypatch):
     """The negative control: with the library's products in the linears, decode and prefill do not agree."""
-    monkeypatch.setattr(Linear, "__call__", ordinary_linear)
+    monkeypatch.setattr(Linear, "__call__", library_product)
     rollout = engine(num_kv_pages=16)
     one = request("control", 2 * CHUNK + 1, max_new_tokens=CHUNK)
     (completion,) = rollout.generate([one])
