@@ -15,8 +15,9 @@ from megatron.training import print_rank_0
 from megatron.training.arguments import parse_and_validate_args
 
 from examples.swe_bench_pro.config import load_agent_config
+from examples.swe_bench_pro.sandbox.protocol import SandboxHost
 from examples.swe_bench_pro.train.assemble import assemble_collector
-from examples.swe_bench_pro.train.collect import KnownWeights
+from examples.swe_bench_pro.train.collect import AgentCollector, KnownWeights
 from examples.swe_bench_pro.train.numbers import LINE, agent_loop
 from megatron.vllm_forward import weights
 from megatron.vllm_forward.rl.assemble import assemble_loop, reference_engine
@@ -28,13 +29,18 @@ from vllm_forward_bridge.model_config import load_model_config
 from vllm_forward_bridge.rollout.protocol import Rollout
 
 Wrap = Callable[[Rollout], Rollout]
+Adjust = Callable[[AgentCollector], None]
 
 
-def main(wrap: Wrap = lambda engine: engine) -> None:
+def main(
+    wrap: Wrap = lambda engine: engine, *, host: SandboxHost | None = None, adjust: Adjust = lambda collector: None
+) -> None:
     """Build and run.
 
     Args:
         wrap: what stands before the engine; a test puts a script there.
+        host: replaces the configured sandboxes.
+        adjust: may replace parts of the collector before the first step.
     """
     args = parse_and_validate_args(extra_args_provider=add_agent_arguments)
     bridge, settings, config = load(args.vllm_forward), settings_from_args(args), load_agent_config(args.swe_config)
@@ -59,7 +65,9 @@ def main(wrap: Wrap = lambda engine: engine) -> None:
         vocab_size=model_config.vocab_size,
         rank=torch.distributed.get_rank(),
         prepare_thread=lambda: torch.cuda.set_device(device) if device.type == "cuda" else None,
+        host=host,
     )
+    adjust(collector)
     print_rank_0(f"sandboxes: {collector.host.describe()}; {len(collector.tasks)} tasks")
     reference = reference_engine(bridge, device) if settings.kl_beta else None
     loop = assemble_loop(trained, bridge, settings, None, rollout, device=device, reference=reference)

@@ -99,7 +99,7 @@ class NemotronRenderer:
         lacking = [text for text in needed if text not in tokenizer.specials]
         if lacking:
             raise ValueError(f"the tokenizer has no token {', '.join(lacking)}; a Nemotron-3 tokenizer is needed")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._tools = tuple(tools)
         self._open = _OPEN_TURN if thinking else _EMPTY_THOUGHT
         self._thinking = thinking
@@ -112,7 +112,7 @@ class NemotronRenderer:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return the ids of the end of a turn and, if there is one, of the text."""
-        specials = self._tokenizer.specials
+        specials = self.tokenizer.specials
         return tuple(specials[text] for text in (END, END_OF_TEXT) if text in specials)
 
     def prompt(self, system: str, user: str) -> list[int]:
@@ -123,7 +123,7 @@ class NemotronRenderer:
 
     def parse(self, token_ids: Sequence[int]) -> Turn:
         """Read thought, content and calls; a cut or malformed turn says what is wrong with it."""
-        text = self._tokenizer.decode(token_ids)
+        text = self.tokenizer.decode(token_ids)
         for end in (END, END_OF_TEXT):
             text = text.removesuffix(end)
         thought, closed, rest = text.partition("</think>")
@@ -146,18 +146,18 @@ class NemotronRenderer:
         return [*ids, *self._frame(before), *self._plain(tool_output), *self._frame(after)]
 
     def _closing(self, token_ids: Sequence[int]) -> list[int]:
-        if token_ids and token_ids[-1] == self._tokenizer.specials[END]:
+        if token_ids and token_ids[-1] == self.tokenizer.specials[END]:
             return self._frame("\n")
         # A turn that was cut by length, or ended the text, is closed for it: these ids were not sampled.
-        text = self._tokenizer.decode(token_ids)
+        text = self.tokenizer.decode(token_ids)
         unfinished = self._thinking and "</think>" not in text and "<tool_call>" not in text
         return self._frame(f"</think>{END}\n" if unfinished else f"{END}\n")
 
     def _frame(self, text: str) -> list[int]:
-        return encode_frame(self._tokenizer, text)
+        return encode_frame(self.tokenizer, text)
 
     def _plain(self, text: str) -> list[int]:
-        return encode_plain(self._tokenizer, text)
+        return encode_plain(self.tokenizer, text)
 
 
 def _declaration(tool: Tool) -> str:
