@@ -4,7 +4,9 @@
 python -m megatron.vllm_forward SCRIPT [its arguments] --vllm-forward FILE.toml
 """
 
+import os
 import runpy
+import socket
 import sys
 from pathlib import Path
 
@@ -25,11 +27,23 @@ def main(argv: list[str]) -> None:
             "needed: python -m megatron.vllm_forward SCRIPT [the script's arguments] --vllm-forward FILE.toml\n"
             "(with several processes: torchrun ... -m megatron.vllm_forward SCRIPT ...)"
         )
+    _be_one_process_without_torchrun()
     script = argv[0]
     # Python puts the script's folder first, so that it finds its neighbours.
     sys.path.insert(0, str(Path(script).resolve().parent))
     with applied([Patch("sys", "argv", lambda found: argv)]), session():
         runpy.run_path(script, run_name="__main__")
+
+
+def _be_one_process_without_torchrun() -> None:
+    """Give torch.distributed the rendezvous that torchrun would give; what is set already stays."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {name: value for name, value in alone.items() if name not in os.environ}
 
 
 # The guard matters: Megatron's checkpoint writer starts a process that imports this file again.
