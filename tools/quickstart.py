@@ -11,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -94,6 +95,7 @@ def _command(mode: str, home: Path, megatron: Path, steps: int) -> list[str]:
         sys.executable, "-m", "megatron.vllm_forward", str(script), "--vllm-forward", str(toml),
         "--pretrained-checkpoint", str(megatron), "--load", str(home / "checkpoints"),
         "--save", str(home / "checkpoints"), "--rl-journal", str(home / "journal.jsonl"), "--train-iters", str(steps),
+        "--distributed-backend", "nccl" if torch.cuda.is_available() else "gloo",
     ]  # fmt: skip
 
 

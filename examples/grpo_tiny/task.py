@@ -22,23 +22,23 @@ def decode(token_ids: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class SayLetter:
-    """`say e:` asks for the letter e, as often as the answer has room.
+    """`say e` asks for the letter e, as often as the answer has room.
 
     reward = mean over the answer's tokens of: 1 for the letter, `small` for another lower-case letter, `byte` for any
     other byte. The last two are a slope where the first is flat: a random model rarely says the right letter.
     """
 
     letters: str = LETTERS
-    small: float = 0.1
-    byte: float = 0.02
+    small: float = 0.25
+    byte: float = 0.025
 
     def prompt(self, step: int, group: int) -> tuple[int, ...]:
         """Return the prompt of a group; neighbouring groups ask for different letters."""
-        return encode(f"say {self.letters[(step + group) % len(self.letters)]}:")
+        return encode(f"say {self.letters[(step + group) % len(self.letters)]}")
 
     def reward(self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> float:
         """Grade an answer from 0 to 1."""
-        asked = prompt_ids[-2]
+        asked = prompt_ids[-1]
         return sum(self._value(token, asked) for token in token_ids) / len(token_ids)
 
     def _value(self, token: int, asked: int) -> float:

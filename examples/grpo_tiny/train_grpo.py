@@ -3,6 +3,7 @@
 
 Example: python -m megatron.vllm_forward examples/grpo_tiny/train_grpo.py --vllm-forward examples/grpo_tiny/bridged.toml
          --pretrained-checkpoint runs/quickstart/megatron --rl-journal runs/tiny/journal.jsonl --train-iters 50
+         --distributed-backend gloo
 """
 
 import argparse
