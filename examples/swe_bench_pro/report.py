@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from examples.swe_bench_pro.outcomes import OUTCOMES
 from megatron.vllm_forward.rl.journal import read_journal
 from megatron.vllm_forward.rl.report import HUES, INK
 
@@ -63,6 +63,7 @@ def plot(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     lengths.set_ylabel("tokens")
     turns.set_ylabel("turns", color=HUES[1])
     turns.tick_params(colors=HUES[1])
+    turns.spines[:].set_visible(False)
     for phase, hue in zip(PHASES, (*HUES, INK), strict=True):
         times.plot(steps, [r.get(f"seconds_{phase}", 0.0) for r in records], color=hue, label=phase, marker=".")
     times.set_ylabel("seconds")
@@ -81,10 +82,9 @@ def _plain(panel) -> None:
     panel.yaxis.label.set_color(INK)
     for spine in panel.spines.values():
         spine.set_color(INK)
-    panel.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper left")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=5)
 
-
-assert {outcome for group in _ALIKE.values() for outcome in group} == set(OUTCOMES)
 
 if __name__ == "__main__":
     sys.exit(main())
