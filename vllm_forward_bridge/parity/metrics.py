@@ -118,8 +118,6 @@ def compare_logprobs(
     # bits: floats compared as integers; equal non-finite values are still no logprob of a sampled token.
     differs_N = (integer_view(rollout_N) != integer_view(trainer_N)) | ~valid_N
     phase_N = [phase for index, length in enumerate(lengths) for phase in _phases_of(phases, index, length)]
-    d = (trainer_N.double() - rollout_N.double())[valid_N]
-    mean_signed = d.mean().item() if len(d) else 0.0
     first = None
     if differs_N.any():
         at = int(differs_N.nonzero()[0])
@@ -130,13 +128,20 @@ def compare_logprobs(
         mismatches=int(differs_N.sum()),
         invalid=int((~valid_N).sum()),
         decode_mismatches=sum(phase_N[at] == "decode" for at in differs_N.nonzero().flatten().tolist()),
-        max_finite=d.abs().max().item() if len(d) else 0.0,
-        sum_absolute=d.abs().sum().item(),
-        mean_signed=mean_signed,
-        squared_deviations=((d - mean_signed) ** 2).sum().item(),
-        sum_k3=(torch.expm1(d) - d).sum().item(),
         first=first,
+        **_moments((trainer_N.double() - rollout_N.double())[valid_N]),
     )
+
+
+def _moments(d: Tensor) -> dict[str, float]:
+    mean_signed = d.mean().item() if len(d) else 0.0
+    return {
+        "max_finite": d.abs().max().item() if len(d) else 0.0,
+        "sum_absolute": d.abs().sum().item(),
+        "mean_signed": mean_signed,
+        "squared_deviations": ((d - mean_signed) ** 2).sum().item(),
+        "sum_k3": (torch.expm1(d) - d).sum().item(),
+    }
 
 
 def merge(parts: Iterable[ParityMetrics]) -> ParityMetrics:
