@@ -18,7 +18,7 @@ from megatron.vllm_forward.rl.report import HUES, INK
 
 MISUSE = 2
 PHASES = ("rollout", "gate", "train", "update", "weights")
-_ALIKE = {
+ALIKE = {
     "resolved": ("resolved",),
     "wrong or no patch": ("unresolved", "no_patch", "patch_rejected", "forged"),
     "limit or format": ("format", "agent_timeout", "steps", "context"),
@@ -49,7 +49,7 @@ def plot(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     steps = [record["step"] for record in records]
     outcomes, lengths, times, difference = figure.subplots(4, 1, sharex=True)
     shares = {
-        name: [sum(r[f"outcome_{o}"] for o in group) / r["episodes"] for r in records] for name, group in _ALIKE.items()
+        name: [sum(r[f"outcome_{o}"] for o in group) / r["episodes"] for r in records] for name, group in ALIKE.items()
     }
     bottom = [0.0] * len(steps)
     for (name, values), hue in zip(shares.items(), HUES, strict=True):
