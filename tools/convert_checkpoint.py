@@ -56,19 +56,13 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     forth = command("to-megatron", _to_megatron, "Write a Megatron checkpoint from a repository.", "source", "target")
-    forth.add_argument(
-        "--layout", type=parse_layout, help="check that the trainer's layout is possible: tp=2,ep=8,pp=4"
-    )
-    forth.add_argument(
-        "--without-masters", action="store_true", help="bytes only: to keep and export, not to train from"
-    )
+    forth.add_argument("--layout", type=parse_layout, help="check a trainer's layout: tp=2,ep=8,pp=4")
+    forth.add_argument("--without-masters", action="store_true", help="bytes only: to keep, not to train from")
     back = command("to-hf", _to_hf, "Write the repository that a Megatron checkpoint exports to.", "source", "target")
     for sub in (forth, back):
         sub.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
     look = command("inspect", _inspect, "Say what a repository or Megatron checkpoint holds.", "source")
-    look.add_argument(
-        "--scales", action="store_true", help="read all weights; tell calibrated scales from amax-derived ones"
-    )
+    look.add_argument("--scales", action="store_true", help="read all weights; name the scales that are calibrated")
     verify = command("verify", _verify, "Compare two checkpoints of either kind, tensor by tensor.", "left", "right")
     diff = command(
         "diff", _diff, "Compare a Megatron checkpoint with its original: bytes and masters.", "source", "original"
@@ -139,14 +133,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _report_comparison(args: argparse.Namespace, result: Comparison) -> int:
-    if args.json:
-        print(json.dumps({"same": result.same, **asdict(result)}))
-    else:
-        print(f"{'same' if result.same else 'different'}: {result.tensors} tensors, {result.num_bytes} bytes compared")
-        for difference in result.differences[:_SHOWN]:
-            print(f"  {difference.kind}: {difference.name}: {difference.text}")
-        if len(result.differences) > _SHOWN:
-            print(f"  and {len(result.differences) - _SHOWN} more; --json lists all")
+    print(json.dumps({"same": result.same, **asdict(result)}) if args.json else result.text(_SHOWN))
     return SAME if result.same else DIFFERS
 
 

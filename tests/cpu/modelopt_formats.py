@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantise one file of weights with nvidia-modelopt's CPU code; a program of its own, because the import takes long.
+"""Ask nvidia-modelopt for bytes of some weights and for its names; a program of its own, as the import takes long.
 
 Usage: python modelopt_formats.py WEIGHTS.pt RESULTS.pt
 """
@@ -13,6 +13,7 @@ import torch
 for name in ("vllm", "transformers", "megatron", "diffusers", "accelerate", "peft"):
     sys.modules[name] = None
 
+from modelopt.torch.export.plugins.mcore_nemotron import nemotron_h_causal_lm_export  # noqa: E402
 from modelopt.torch.quantization.calib.mse import MseCalibrator  # noqa: E402
 from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor  # noqa: E402
 
@@ -54,4 +55,5 @@ for name, weight in weights.items():
         "256": four_over_six(weight, rounded),
         "fp8": {"codes": fp8._quantized_data, "weight_scale": fp8_scale},
     }
-torch.save(results, sys.argv[2])
+names = {rule: mapping.target_name_or_prefix for rule, mapping in nemotron_h_causal_lm_export.items()}
+torch.save({"weights": results, "names": names}, sys.argv[2])

@@ -42,6 +42,14 @@ class Comparison:
         """Tell whether nothing differs."""
         return not self.differences
 
+    def text(self, shown: int) -> str:
+        """Say it to people, with the first `shown` differences."""
+        lines = [f"{'same' if self.same else 'different'}: {self.tensors} tensors, {self.num_bytes} bytes compared"]
+        lines += [f"  {d.kind}: {d.name}: {d.text}" for d in self.differences[:shown]]
+        if len(self.differences) > shown:
+            lines.append(f"  and {len(self.differences) - shown} more; --json lists all")
+        return "\n".join(lines)
+
 
 def open_source(path: str | Path, base: str | Path | None = None) -> Source:
     """Open a Hugging Face repository or a Megatron checkpoint, whichever the folder holds."""

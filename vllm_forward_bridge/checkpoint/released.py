@@ -37,8 +37,12 @@ _KINDS: dict[str, tuple[Family, str, dict]] = {
 RELEASED = tuple(_KINDS)
 
 
-def released_config(name: str) -> tuple[dict, dict | None]:
+def released_config(name: str, layers: int | None = None) -> tuple[dict, dict | None]:
     """Return (config.json, hf_quant_config.json or None) of a released repository.
+
+    Args:
+        name: one of `RELEASED`.
+        layers: keep only the first ones, for a measurement on a small disk.
 
     Raises:
         ValueError: unknown name.
@@ -46,7 +50,7 @@ def released_config(name: str) -> tuple[dict, dict | None]:
     if name not in _KINDS:
         raise ValueError(f"released repository {name!r} is unknown; known are {', '.join(RELEASED)}: choose one")
     family, pattern, sizes = _KINDS[name]
-    config = {**model_json(family, 128, pattern), **sizes}
+    config = {**model_json(family, 128, pattern[:layers]), **sizes}
     modules = [
         e.name.removesuffix(".weight")
         for e in tensor_table(parse_model_config(config, None))
