@@ -26,6 +26,7 @@ from examples.swe_bench_pro.sandbox.bubblewrap import BubblewrapHost
 from examples.swe_bench_pro.sandbox.protocol import IsolationUnavailable, Limits, SandboxHost
 from examples.swe_bench_pro.train.collect import AgentCollector
 from megatron.vllm_forward.launch import session
+from megatron.vllm_forward.orphans import end_with_parent
 from megatron.vllm_forward.rl.journal import read_journal
 from vllm_forward_bridge.checkpoint.tensor_table import tensor_table
 from vllm_forward_bridge.checkpoint.tiny_config import FAMILIES, model_json, quantization_config_json, quantization_json
@@ -189,6 +190,8 @@ def summary(folder: Path, args: argparse.Namespace, host: SandboxHost, seconds: 
         "steps": records,
     }
 
+
+end_with_parent(__name__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron.vllm_forward.arguments import given_file
 from megatron.vllm_forward.launch import session
+from megatron.vllm_forward.orphans import end_with_parent
 from megatron.vllm_forward.patches import Patch, applied
 
 
@@ -45,6 +46,8 @@ def _be_one_process_without_torchrun() -> None:
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {name: value for name, value in alone.items() if name not in os.environ}
 
+
+end_with_parent(__name__)
 
 # The guard matters: Megatron's checkpoint writer starts a process that imports this file again.
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from examples.swe_bench_pro.agent.phrases import phrase_tokenizer
 from examples.swe_bench_pro.agent.prompts import Prompts
 from examples.swe_bench_pro.agent.tokens import encode_frame
 from megatron.vllm_forward.launch import session
+from megatron.vllm_forward.orphans import end_with_parent
 from vllm_forward_bridge.checkpoint import convert_to_megatron, make_tiny_checkpoint
 from vllm_forward_bridge.rollout.protocol import Completion
 
@@ -110,6 +111,8 @@ def main(folder, port, steps):
     with session():
         train_agent.main(lambda engine: Guided(engine, tokenizer, turns))
 
+
+end_with_parent(__name__)
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -32,6 +32,19 @@ def start(folder, steps):
     )
 
 
+def children_of_a_dead_run(folder):
+    """Return processes that still have this test's log open; their command lines do not name the run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            output = os.readlink(entry / "fd" / "1")
+        except OSError:
+            continue
+        if output == str(folder / "log.txt"):
+            found.append(int(entry.name))
+    return found
+
+
 def finished_places(folder, step):
     return [place for at, place, _ in EpisodeJournal(folder / "run" / "episodes").every() if at == step]
 
@@ -46,6 +59,10 @@ def test_two_steps_killed_in_the_second_and_resumed(tmp_path):
         time.sleep(0.02)
     worker.send_signal(signal.SIGKILL)
     worker.wait()
+    limit = time.monotonic() + 300
+    while children_of_a_dead_run(tmp_path):
+        assert time.monotonic() < limit, "a process outlives the killed trainer"
+        time.sleep(0.1)
     assert [record["step"] for record in read_journal(tmp_path / "journal.jsonl")] == [1]
     before = finished_places(tmp_path, 2)
 
@@ -71,5 +88,6 @@ def test_two_steps_killed_in_the_second_and_resumed(tmp_path):
         assert len(versions - {NOT_SAMPLED}) <= record["step"]
     assert list((tmp_path / "run" / "sandboxes").iterdir()) == []
     assert processes_with(str(tmp_path)) == []
+    assert children_of_a_dead_run(tmp_path) == [], "Megatron's checkpoint writer must not outlive its trainer"
     groups = cgroups.find()
     assert groups is None or groups.sweep("run-") == 0

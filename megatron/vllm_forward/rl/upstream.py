@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron.vllm_forward import versions, weights
 from megatron.vllm_forward.arguments import given_file
 from megatron.vllm_forward.launch import session
+from megatron.vllm_forward.orphans import end_with_parent
 from megatron.vllm_forward.patches import Patch, applied
 from megatron.vllm_forward.rl.engines import open_rollout
 from megatron.vllm_forward.rl.shared_engine import SharedEngine
@@ -332,6 +333,8 @@ def main(argv: list[str]) -> None:
     with applied([Patch("sys", "argv", lambda found: argv)]), session(), installed(serve_from_arguments):
         runpy.run_path(argv[0], run_name="__main__")
 
+
+end_with_parent(__name__)
 
 # The guard matters: Megatron's checkpoint writer starts a process that imports this file again.
 if __name__ == "__main__":

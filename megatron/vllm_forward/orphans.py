@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let helper processes end when their trainer is killed.
+
+Megatron's checkpoint writer starts a process that serves a queue. Nothing tells that process that its trainer is gone
+after `kill -9`: it would stay, with all that it imported, and a restarted run would start another. Imports no torch.
+"""
+
+import os
+import threading
+import time
+
+_TRAINER = "VLLM_FORWARD_TRAINER"
+_SECONDS = 1.0
+
+
+def end_with_parent(module_name: str) -> None:
+    """Call it in a main module with its `__name__`: marks the trainer, and makes its spawned processes watch it.
+
+    Args:
+        module_name: `__main__` in the trainer; `__mp_main__` in a process that multiprocessing spawned, which imports
+            the main module under that name.
+    """
+    if module_name == "__main__":
+        os.environ[_TRAINER] = str(os.getpid())
+    elif module_name == "__mp_main__" and _TRAINER in os.environ:
+        threading.Thread(target=_watch, args=(int(os.environ[_TRAINER]),), daemon=True).start()
+
+
+def _watch(trainer: int) -> None:
+    # The id comes from the trainer itself: one that died before this line is noticed too.
+    while os.getppid() == trainer:
+        time.sleep(_SECONDS)
+    os._exit(1)
