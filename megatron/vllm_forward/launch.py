@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import megatron.core
+import torch
 
 from megatron.vllm_forward import optimizer_hook, spec
 from megatron.vllm_forward.arguments import add_arguments, given_file, model_arguments
@@ -16,6 +17,7 @@ from megatron.vllm_forward.bridge import Bridge, make_bridge
 from megatron.vllm_forward.cpu_device import on_cpu_if_needed
 from megatron.vllm_forward.model import BridgedModel
 from megatron.vllm_forward.patches import Patch, applied
+from vllm_forward_bridge import settings
 from vllm_forward_bridge.config import load
 
 # The wheel, and the tag of a Megatron-LM checkout whose hooked functions are the same.
@@ -31,6 +33,8 @@ def session() -> Iterator[None]:
         RuntimeError: another megatron-core is installed, or one of the hooked functions has another signature.
     """
     check_version()
+    if torch.cuda.is_available():
+        settings.apply()
     with applied(_PATCHES), on_cpu_if_needed():
         yield
 

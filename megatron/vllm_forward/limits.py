@@ -49,7 +49,7 @@ _FIXED: dict[str, tuple[tuple, str]] = {
     "mtp_num_layers": ((None, 0), "multi-token prediction is carried, not trained"),
     "init_model_with_meta_device": ((False,), "bytes are derived from the masters at build time"),
 }  # fmt: skip
-_RECOMPUTE_MODULES = {"core_attn", "moe", "layernorm"}
+_RECOMPUTE_MODULES = {"core_attn", "moe"}
 
 
 def check_build(bridge: Bridge | None, config: TransformerConfig, vocab_size: int, keywords: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ def _fixed_problems(config: TransformerConfig) -> Iterator[str]:
     if config.recompute_granularity == "selective":
         for module in sorted(set(config.recompute_modules) - _RECOMPUTE_MODULES):
             accepted = ", ".join(sorted(_RECOMPUTE_MODULES))
-            yield f"recompute_modules has {module!r}; accepted are {accepted}: other parts do not exist here"
+            yield f"recompute_modules has {module!r}; accepted are {accepted}: others need Transformer Engine"
 
 
 def _geometry_problems(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """After each optimizer step the deployment bytes follow their masters, in place, on every replica alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
+from megatron.vllm_forward import adam_states
 from megatron.vllm_forward.deployed import sum_reports
 from megatron.vllm_forward.moe import Router
 from megatron.vllm_forward.versions import deployed_modules, mark_bytes_current, mark_masters_changed
@@ -31,9 +32,11 @@ def install(optimizer: MegatronOptimizer, model_chunks: Sequence[nn.Module]) -> 
         raise RuntimeError(
             "optimizer_hook.install was called twice for one optimizer; bytes would be derived twice: call it once"
         )
-    hook = _Hook(optimizer.step, list(model_chunks))
+    adam_states.start(optimizer)
+    hook = _Hook(optimizer, list(model_chunks))
     optimizer.deployment_hook = hook
     optimizer.step = hook.step
+    optimizer.load_state_dict = hook.load_state_dict
 
 
 def last_report(optimizer: MegatronOptimizer) -> RequantizeReport:
@@ -51,8 +54,10 @@ def refresh(model_chunks: Sequence[nn.Module]) -> RequantizeReport:
 
 
 class _Hook:
-    def __init__(self, step: Callable[[], tuple[bool, Any, Any]], model_chunks: list[nn.Module]) -> None:
-        self.inner_step = step
+    def __init__(self, optimizer: MegatronOptimizer, model_chunks: list[nn.Module]) -> None:
+        self.optimizer = optimizer
+        self.inner_step = optimizer.step
+        self.inner_load = optimizer.load_state_dict
         self.model_chunks = model_chunks
         self.report = RequantizeReport(0, 0)
         self.biases = self._biases()
@@ -67,6 +72,11 @@ class _Hook:
             self.report = refresh(self.model_chunks)
             self.biases = self._biases()
         return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the optimizer, with the step counts that Megatron loses."""
+        self.inner_load(state_dict)
+        adam_states.restore_counts(self.optimizer)
 
     def _biases(self) -> list[Tensor]:
         routers = (m for m in deployed_modules(self.model_chunks) if isinstance(m, Router))
