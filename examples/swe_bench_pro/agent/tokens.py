@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers as the renderer needs them: text to ordinary ids, and the ids of special tokens. No template here."""
 
-import importlib
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol
+
+from examples.swe_bench_pro.optional import require
 
 SPECIALS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
@@ -84,7 +84,8 @@ class FileTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        self._inner = _tokenizers().Tokenizer.from_file(str(path))
+        tokenizers = require("tokenizers", 'read tokenizer.json; small models may set [tokenizer] kind = "phrases"')
+        self._inner = tokenizers.Tokenizer.from_file(str(path))
 
     @cached_property
     def specials(self) -> dict[str, int]:
@@ -98,17 +99,6 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
-
-
-def _tokenizers() -> ModuleType:
-    try:
-        return importlib.import_module("tokenizers")
-    except ModuleNotFoundError as missing:
-        if missing.name != "tokenizers":
-            raise  # a broken install is not an absent one
-        raise ModuleNotFoundError(
-            'tokenizers is needed to read tokenizer.json: pip install tokenizers, or set [tokenizer] kind = "phrases"'
-        ) from missing
 
 
 class PhraseTokenizer:

@@ -2,11 +2,11 @@
 """Sandboxes at Modal: the task's image, the network blocked. Needs the package `modal` and an account."""
 
 import asyncio
-import importlib
 import time
 from collections.abc import Sequence
 from types import ModuleType
 
+from examples.swe_bench_pro.optional import require
 from examples.swe_bench_pro.sandbox.image import ImageSandbox
 from examples.swe_bench_pro.sandbox.protocol import End, IsolationUnavailable, Limits, Sandbox, SandboxError
 from examples.swe_bench_pro.sandbox.streams import Finished, HeadAndTail
@@ -143,10 +143,6 @@ async def _drain(process, kept: HeadAndTail, output_bytes: int) -> End:
 
 def _import_modal() -> ModuleType:
     try:
-        return importlib.import_module("modal")
+        return require("modal", "run sandboxes there; afterwards run `modal setup` once")
     except ModuleNotFoundError as missing:
-        if missing.name != "modal":
-            raise  # a broken install is not an absent one
-        raise IsolationUnavailable(
-            "the package modal is not installed: pip install modal, then `modal setup`"
-        ) from missing
+        raise IsolationUnavailable(str(missing)) from missing

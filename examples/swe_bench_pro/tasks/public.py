@@ -5,15 +5,16 @@ The rows hold no scripts. Those come from a checkout of the benchmark's own repo
 whose commit is recorded with the run, because both the data and the scripts were corrected several times.
 """
 
-import importlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from examples.swe_bench_pro.optional import require
 from examples.swe_bench_pro.tasks.columns import Task, read_row
 
 DATASET = "ScaleAI/SWE-bench_Pro"
+FORM = "read this form of the public data; rows as *.jsonl in a folder need no package"
 _REVISION = re.compile(r"[0-9a-f]{7,40}")
 
 
@@ -42,7 +43,7 @@ def read_revision(revision: str) -> list[dict[str, str]]:
         raise ValueError(
             f"revision is {revision!r}; a commit (7 to 40 hex digits) is needed: a branch moves under a run"
         )
-    datasets = _require("datasets")
+    datasets = require("datasets", FORM)
     return [dict(row) for row in datasets.load_dataset(DATASET, split="test", revision=revision)]
 
 
@@ -93,17 +94,4 @@ def _jsonl(file: Path) -> list[dict[str, str]]:
 
 
 def _parquet(file: Path) -> list[dict[str, str]]:
-    return _require("pyarrow.parquet").read_table(file).to_pylist()
-
-
-def _require(module: str):
-    package = module.split(".")[0]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        if missing.name != package:
-            raise  # a broken install is not an absent one
-        raise ModuleNotFoundError(
-            f"{package} is needed to read this form of the public data: pip install {package}, or keep the rows as "
-            "*.jsonl in a folder"
-        ) from missing
+    return require("pyarrow.parquet", FORM).read_table(file).to_pylist()
