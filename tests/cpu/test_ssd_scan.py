@@ -110,8 +110,8 @@ def test_ssd_scan_row_bits_ignore_batch(chunk_size):
 
 
 def test_ssd_scan_bits_ignore_threads():
-    # Twelve sequences of this size are two blocks, so the cut into blocks is covered as well.
-    lengths = [100, 1, 33, 64] * 3
+    # Twenty sequences of this size are two blocks, so the cut into blocks is covered as well.
+    lengths = [33, 1, 20, 64] * 5
     inputs = scan_inputs(sum(lengths), heads=16, head_dim=32, state=64)
     with num_threads(1):
         want = scan(inputs, lengths)

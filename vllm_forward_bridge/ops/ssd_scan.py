@@ -15,7 +15,7 @@ from vllm_forward_bridge.ops.arguments import check
 from vllm_forward_bridge.ops.gradients import wide
 from vllm_forward_bridge.ops.ssd_gradients import ssd_scan_gradients
 
-_BLOCK_ELEMENTS = 1 << 18  # of the largest tensor of a block, to stay in the cache; changes time, never bits
+_BLOCK_ELEMENTS = 1 << 19  # of the largest tensor of a block, to stay in the cache; changes time, never bits
 _LARGEST_SUM = 8192  # terms of one exact product: 20 + 20 bits of the operands and 13 of the count fill a float64
 
 
