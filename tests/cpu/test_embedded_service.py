@@ -51,7 +51,7 @@ def test_abort_frees_pages_and_leaves_the_others_alone():
     assert_same_completions(got, {name: want[name] for name in got}, "neighbours of aborted requests")
     assert len(got) == 4
     assert rollout.scheduler.num_free_pages == 32
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=f"no unfinished request is called '{running}'"):
         rollout.abort(running)
 
 
@@ -162,6 +162,14 @@ def test_faulty_updates_change_nothing(tensors, version, digest, part):
         update(rollout, tensors, version=version, digest=digest)
     assert rollout.version == 3
     assert_same_completion(rollout.generate([one])[0], before, "after a refused update")
+
+
+def test_a_refused_update_lists_everything():
+    tensors = changed(**{"lm_head.weight": None, "backbone.embeddings.weight": torch.ones(2)})
+    with pytest.raises(ValueError) as error:
+        update(engine(num_kv_pages=1), tensors, version=0, digest="0")
+    parts = ("version 0", "digest", "lm_head.weight: missing", "backbone.embeddings.weight is")
+    assert [part for part in parts if part not in str(error.value)] == []
 
 
 def test_update_needs_an_idle_engine_and_each_name_once():

@@ -15,7 +15,7 @@ from vllm_forward_bridge.rollout.embedded.kernel_record import kernel_record
 from vllm_forward_bridge.rollout.embedded.model import EmbeddedModel
 from vllm_forward_bridge.rollout.embedded.sampler import LogitsRow, sample_rows
 from vllm_forward_bridge.rollout.embedded.scheduler import Chunk, Scheduler, Sequence
-from vllm_forward_bridge.rollout.embedded.weights import build_weights
+from vllm_forward_bridge.rollout.embedded.weights import build_weights, model_problems
 from vllm_forward_bridge.rollout.protocol import Completion, FinishReason, Phase, Request, SamplingParams
 
 
@@ -97,6 +97,11 @@ class EmbeddedRollout:
 
     def abort(self, request_id: str) -> None:
         """End a request and free its cache; see `protocol.Rollout.abort`."""
+        if request_id not in self._progress:
+            raise KeyError(
+                f"no unfinished request is called {request_id!r}; one that was added and has not ended can be aborted: "
+                "look at the completions of the last steps"
+            )
         progress = self._progress.pop(request_id)
         self.scheduler.remove(progress.sequence)
         progress.finish_reason = "aborted"
@@ -175,6 +180,7 @@ class EmbeddedRollout:
         found = bytes_digest(tensors.items())
         if found != digest:
             problems.append(f"the tensors have digest {found}, but {digest} was announced; send what was digested")
+        problems += model_problems(self.config, tensors)
         if problems:
             raise ValueError(f"weights of version {version} are refused:\n  - " + "\n  - ".join(problems))
         self._install(tensors)

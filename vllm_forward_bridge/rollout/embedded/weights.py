@@ -107,7 +107,7 @@ def build_weights(config: ModelConfig, tensors: Mapping[str, Tensor], device: to
     Raises:
         ValueError: lists every missing, unexpected or malformed tensor and every part outside the contract.
     """
-    problems = _contract_problems(config) + _tensor_problems(config, tensors)
+    problems = model_problems(config, tensors)
     if problems:
         raise ValueError("the embedded engine cannot run this model:\n  - " + "\n  - ".join(problems))
     source = _Source(config, tensors, device)
@@ -122,6 +122,11 @@ def build_weights(config: ModelConfig, tensors: Mapping[str, Tensor], device: to
         final_gain_H=source.tensor("backbone.norm_f.weight"),
         lm_head=source.linear("lm_head"),
     )
+
+
+def model_problems(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[str]:
+    """List what keeps the engine from running these tensors; empty if nothing does."""
+    return _contract_problems(config) + _tensor_problems(config, tensors)
 
 
 class _Source:
@@ -146,6 +151,8 @@ class _Source:
         leaves = {"BF16": ("weight",), "FP8": ("weight", "weight_scale", "input_scale")}
         names = leaves.get(weight_format, ("weight", "weight_scale", "weight_scale_2"))
         tensors = [self.tensor(f"{module}.{leaf}") for leaf in names]
+        # Releases store scalars with rank 0 or 1; one shape here, so that a later version fits the place of this one.
+        tensors = [tensor.reshape(()) if tensor.numel() == 1 else tensor for tensor in tensors]
         num_features = len(tensors[0])
         if weight_format == "W4A16_NVFP4":
             tensors[:2] = nvfp4_operands(*tensors[:2])
