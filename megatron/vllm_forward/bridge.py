@@ -13,6 +13,7 @@ from megatron.vllm_forward import baseline, bridged
 from vllm_forward_bridge.checkpoint.repository import open_repository
 from vllm_forward_bridge.checkpoint.safetensors_file import DTYPE_NAMES
 from vllm_forward_bridge.checkpoint.tensor_table import tensor_table
+from vllm_forward_bridge.checkpoint.to_megatron import TENSORS_FILE
 from vllm_forward_bridge.config import BridgeConfig
 from vllm_forward_bridge.model_config import ModelConfig, load_model_config
 
@@ -71,12 +72,13 @@ def make_bridge(config: BridgeConfig) -> Bridge:
 
 
 def _source_tensors(folder: Path, model: ModelConfig) -> dict[str, DeployedTensor]:
-    listed = folder / "tensors.json"
+    # Beside a converted checkpoint lies the list of its source's tensors instead of the tensors.
+    listed = folder / TENSORS_FILE
     if any(folder.glob("*.safetensors")):
         table = open_repository(folder).table
         return {name: DeployedTensor(spec.dtype, tuple(spec.shape)) for name, spec in table.items()}
     if listed.exists():
-        entries = json.loads(listed.read_text())
+        entries = json.loads(listed.read_text())["tensors"]
         return {e["name"]: DeployedTensor(_DTYPES[e["dtype"]], tuple(e["shape"])) for e in entries}
     # Configuration alone, for training from scratch: the first form that the family knows.
     return {entry.name: DeployedTensor(entry.dtypes[0], entry.shapes[0]) for entry in tensor_table(model)}

@@ -9,6 +9,8 @@ from megatron_process import built, one_process, packed, random_tokens
 from megatron.vllm_forward import optimizer_hook, versions, weights
 from vllm_forward_bridge.checkpoint.repository import open_repository
 from vllm_forward_bridge.checkpoint.tiny import make_tiny_checkpoint
+from vllm_forward_bridge.checkpoint.to_hf import convert_to_hf
+from vllm_forward_bridge.checkpoint.to_megatron import convert_to_megatron
 from vllm_forward_bridge.parity.bits import assert_same_bits
 
 
@@ -118,6 +120,19 @@ def test_megatron_checkpoint_keeps_masters_bytes_and_carried_tensors(source, tmp
         assert_same_tensors(exported(trainer), later, "after one more step, with the loaded optimizer state")
         router = versions.unwrapped(trainer.model[0]).decoder.layers[1].mlp.router
         assert router.expert_bias.dtype == router.weight_f32.dtype == torch.float32
+
+
+def test_a_converted_checkpoint_loads_trains_and_converts_back(source, tmp_path):
+    convert_to_megatron(source.path, tmp_path / "converted")
+    flags = ("--load", str(tmp_path / "converted"), "--save", str(tmp_path / "saved"), "--save-interval", "1")
+    with built(tmp_path / "converted/hf", *flags) as trainer:
+        assert_same_tensors(exported(trainer), {name: source.read(name) for name in source.names()}, "after conversion")
+        train_step(trainer, 1e-3)
+        want = exported(trainer)
+        save_checkpoint(1, trainer.model, trainer.optimizer, trainer.scheduler, 0)
+    convert_to_hf(tmp_path / "saved", tmp_path / "exported", base=tmp_path / "converted")
+    back = open_repository(tmp_path / "exported")
+    assert_same_tensors({name: back.read(name) for name in want}, want, "the trained model as a repository")
 
 
 def test_training_from_scratch_derives_bytes_once(source):

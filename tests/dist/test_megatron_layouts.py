@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert, pipeline, context and data parallelism on two processes: the logprob bits of one process, the same bytes."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_forward_bridge.checkpoint.tiny import make_tiny_checkpoint
+from vllm_forward_bridge.parity.bits import assert_same_bits, same_bits
+
+pytestmark = pytest.mark.dist
+LAYOUTS = ("dp", "ep", "pp", "cp")
+NUM_LAYERS = 5
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Run the worker on two processes; return what each rank saw, by layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    make_tiny_checkpoint(folder / "repository")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("layouts_worker.py")), folder / "repository", folder]
+    started = []
+    for rank in ("0", "1"):
+        log = (folder / f"log{rank}").open("w")
+        environment = {**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    codes = [process.wait(timeout=900) for process in started]
+    tails = [(folder / f"log{rank}").read_text()[-3000:] for rank in (0, 1)]
+    assert codes == [0, 0], tails
+    return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]
+
+
+def losses(seen):
+    """Return the loss of each place that a rank scored."""
+    found = {}
+    for places, loss_BS in seen["records"]:
+        found.update(zip(places.tolist(), loss_BS[0], strict=True))
+    return torch.stack([found[place] for place in sorted(found)])
+
+
+def test_expert_parallelism_keeps_the_bits(ranks):
+    for rank in (0, 1):
+        assert_same_bits(losses(ranks[rank]["ep"]), losses(ranks[rank]["dp"]), f"EP 2, rank {rank}")
+    assert not same_bits(losses(ranks[0]["dp"]), losses(ranks[1]["dp"]))
+
+
+def test_pipeline_parallelism_keeps_the_bits(ranks):
+    assert ranks[0]["pp"]["records"] == []
+    assert_same_bits(losses(ranks[1]["pp"]), losses(ranks[0]["dp"]), "PP 2")
+
+
+def test_context_parallelism_keeps_the_bits(ranks):
+    both = {"records": ranks[0]["cp"]["records"] + ranks[1]["cp"]["records"]}
+    assert len(losses(ranks[0]["cp"])) == 40
+    assert_same_bits(losses(both), losses(ranks[0]["dp"]), "CP 2")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_export_the_same_bytes_and_an_idle_step_changes_none(ranks, layout):
+    first, second = (rank[layout] for rank in ranks)
+    assert first["loaded"] == second["loaded"] == ranks[0]["dp"]["loaded"]
+    assert first["idle_step"] == second["idle_step"] == first["loaded"]
+    assert first["stepped"] == second["stepped"] != first["loaded"]
+    assert first["versions"] == second["versions"] == 2
+    assert first["changed_blocks"] > 1000
+
+
+@pytest.mark.parametrize("layout", ["ep", "pp", "cp"])
+def test_gradients_are_close_to_one_process(ranks, layout):
+    # Expert parallelism trains on both batches, like data parallelism; the others on the first one alone.
+    want = ranks[0]["dp"]["gradients" if layout == "ep" else "alone"]
+    compared = set()
+    for rank, seen in enumerate(ranks):
+        for name, grad in seen[layout]["gradients"].items():
+            reference = want[name]
+            if layout == "ep" and ".experts." in name:
+                reference = reference.chunk(2)[rank]
+            # Rows arrive in other sums: one bf16 rounding (2^-8) for every layer that a gradient passes.
+            assert float((grad - reference).norm()) <= NUM_LAYERS * 2**-8 * float(reference.norm()), name
+            assert float(reference.norm()) > 0, name
+            compared.add(name)
+    assert compared == set(want)
