@@ -12,31 +12,43 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+_ENGINE = ["tests/gpu/test_engine.py", "tests/gpu/test_trainer.py"]
 STAGES = {
     "values": (["tests/gpu/test_values.py"], 200),
     "against_vllm": (["tests/gpu/test_against_vllm.py"], 120),
+    "columns": (["tests/gpu/test_columns.py"], 90),
     "sequences": (["tests/gpu/test_sequences.py"], 150),
     "rows": (["tests/gpu/test_rows.py", "-k", "not time"], 200),
     "processes": (["tests/gpu/test_processes.py"], 150),
     "row_times": (["tests/gpu/test_rows.py", "-k", "time"], 90),
+    "engine_tiny": ([*_ENGINE, "--model", "tiny"], 400),
+    "engine_wide": ([*_ENGINE, "--model", "wide"], 540),
+    "grpo": (["tests/gpu/test_grpo.py"], 540),
+    "stock": (["tests/gpu/test_stock.py"], 400),
+    "engine_full": ([*_ENGINE, "--model", "full"], 580),
 }
 """Stage -> (pytest arguments, seconds it may take). Cheap before dear."""
 
-GROUPS = {"ops": ("values", "against_vllm", "sequences", "rows", "processes", "row_times")}
+GROUPS = {
+    "ops": ("values", "against_vllm", "columns", "sequences", "rows", "processes", "row_times"),
+    "engine": ("engine_wide", "engine_tiny", "grpo", "stock", "values", "against_vllm", "columns"),
+}
 
 
 def main() -> int:
     """Run the chosen stages; return 0 if all passed, 1 if any failed, 2 on misuse."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", help=f"stages ({', '.join(STAGES)}) or groups ({', '.join(GROUPS)})")
-    parser.add_argument("--out", default="runs/gpu", help="folder for results.jsonl, summary.md and log.txt")
+    parser.add_argument("--out", default="runs/gpu", help="folder for results.jsonl, summary.md and a log a stage")
     parser.add_argument(
         "--limit", type=float, default=570.0, help="seconds for everything; stages that do not fit are cut short"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="stages at a time; times mean little with more than one")
     given = parser.parse_args()
     names = [name for given_name in given.stages for name in GROUPS.get(given_name, (given_name,))]
     unknown = [name for name in names if name not in STAGES]
@@ -48,12 +60,15 @@ def main() -> int:
     results = out / "results.jsonl"
     _append(results, {"machine": _machine(), "stages": names})
     end = time.monotonic() + given.limit
-    for name in names:
+
+    def run(name: str) -> None:
         arguments, seconds = STAGES[name]
         _append(results, _run_stage(name, arguments, min(seconds, end - time.monotonic()), out, results))
-        summary = _summary(_read(results))
-        (out / "summary.md").write_text(summary)
-    print(summary)
+        (out / "summary.md").write_text(_summary(_read(results)))
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        list(pool.map(run, names))
+    print(_summary(_read(results)))
     return int(any(entry.get("stage") and entry["outcome"] != "passed" for entry in _read(results)))
 
 
@@ -73,9 +88,7 @@ def _run_stage(name: str, arguments: list[str], seconds: float, out: Path, resul
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     start = time.monotonic()
-    with (out / "log.txt").open("a") as log:
-        log.write(f"\n===== {name}\n")
-        log.flush()
+    with (out / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             outcome = "passed" if process.wait(seconds) == 0 else "failed"
@@ -101,7 +114,8 @@ def _machine() -> dict:
 
 
 def _read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    # What follows the last newline is being written by another stage.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def _append(path: Path, entry: dict) -> None:

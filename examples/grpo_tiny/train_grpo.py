@@ -11,7 +11,8 @@ import argparse
 from megatron.training.arguments import parse_and_validate_args
 from task import SayLetter
 
-from megatron.vllm_forward.rl.assemble import assemble_loop, embedded_rollout, reference_engine
+from megatron.vllm_forward.rl.assemble import assemble_loop, reference_engine
+from megatron.vllm_forward.rl.engines import open_rollout
 from megatron.vllm_forward.rl.script import build_trained, run_to_end
 from megatron.vllm_forward.rl.settings import add_grpo_arguments, settings_from_args
 from vllm_forward_bridge.config import load
@@ -30,7 +31,9 @@ def main() -> None:
     model_config = load_model_config(bridge.model.repository)
     trained = build_trained(args)
     device = next(trained.model[0].parameters()).device
-    rollout = embedded_rollout(trained, bridge, model_config, device)
+    rollout = open_rollout(
+        trained.model, bridge, model_config, device, max_model_len=args.seq_length, kv_cache_gib=args.rl_kv_cache_gib
+    )
     reference = reference_engine(bridge, device) if settings.kl_beta else None
     loop = assemble_loop(trained, bridge, settings, SayLetter(), rollout, device=device, reference=reference)
     run_to_end(loop, trained, bridge, model_config, lambda record: LINE.format(**record))
@@ -39,6 +42,7 @@ def main() -> None:
 def _arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the loop's flags, with defaults that suit the tiny model; every one of them can be given."""
     parser = add_grpo_arguments(parser)
+    parser.add_argument("--rl-kv-cache-gib", type=float, default=1.0, help="GPU memory of vLLM's caches.")
     parser.set_defaults(
         grpo_prompts_per_step=8,
         grpo_group_size=8,

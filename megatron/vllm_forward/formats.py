@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.vllm_forward.deployed import Deployed, View
+from megatron.vllm_forward.deployed import Deployed, View, sum_reports
 from vllm_forward_bridge.quantization import (
     Fp8Bytes,
     Nvfp4Bytes,
@@ -29,6 +29,7 @@ from vllm_forward_bridge.quantization import (
 from vllm_forward_bridge.quantization.fp8 import e4m3_scale
 
 _E4M3 = torch.float8_e4m3fn
+_EXPERTS_AT_ONCE = 8
 
 
 class WeightFormat(Protocol):
@@ -163,24 +164,38 @@ class Nvfp4:
 
     def quantize(self, module: Deployed) -> None:
         """Derive every scale from the master."""
-        self._store(module, nvfp4_quantize(module.weight.detach(), four_over_six=self.four_over_six))
+        for master, stored in self._parts(module):
+            _store(stored, nvfp4_quantize(master.detach(), four_over_six=self.four_over_six))
 
     def requantize(self, module: Deployed) -> RequantizeReport:
         """Quantise changed blocks; the global scale stays unless a block would overflow it."""
-        old = Nvfp4Bytes(*self.tensors(module))
-        new, report = requantize_nvfp4(module.weight.detach(), old, four_over_six=self.four_over_six)
-        self._store(module, new)
-        return report
+        reports = []
+        for master, stored in self._parts(module):
+            new, report = requantize_nvfp4(master.detach(), stored, four_over_six=self.four_over_six)
+            _store(stored, new)
+            reports.append(report)
+        return sum_reports(iter(reports))
 
     def restore(self, module: Deployed) -> None:
         """Set the master to bf16(dequantised)."""
-        module.weight.data.copy_(nvfp4_dequantize(Nvfp4Bytes(*self.tensors(module))))
+        for master, stored in self._parts(module):
+            master.data.copy_(nvfp4_dequantize(stored))
 
-    @staticmethod
-    def _store(module: Deployed, new: Nvfp4Bytes) -> None:
-        module.nvfp4_codes.copy_(new.codes)
-        module.nvfp4_block_scale.copy_(new.block_scale.view(torch.uint8))
-        module.nvfp4_global_scale.copy_(new.global_scale)
+    def _parts(self, module: Deployed) -> Iterator[tuple[Tensor, Nvfp4Bytes]]:
+        """Yield aliases of master and bytes, some experts at a time: working in fp32 needs 30 bytes an element."""
+        tensors = (module.weight.data, *self.tensors(module))
+        if module.weight.dim() == 2:
+            yield tensors[0], Nvfp4Bytes(*tensors[1:])
+            return
+        for master, *stored in zip(*(tensor.split(_EXPERTS_AT_ONCE) for tensor in tensors), strict=True):
+            yield master, Nvfp4Bytes(*stored)
+
+
+def _store(stored: Nvfp4Bytes, new: Nvfp4Bytes) -> None:
+    stored.codes.copy_(new.codes)
+    # Not every device copies float8; bytes are what is copied.
+    stored.block_scale.view(torch.uint8).copy_(new.block_scale.view(torch.uint8))
+    stored.global_scale.copy_(new.global_scale)
 
 
 def weight_format(name: str, *, four_over_six: bool) -> WeightFormat:

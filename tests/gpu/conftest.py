@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import SCALES, deployment, make_folder
+
+from vllm_forward_bridge.config import BridgeConfig, ModelSection, RolloutSection
+from vllm_forward_bridge.quantization import bytes_digest
 
 MISSING = [
     reason
@@ -23,6 +27,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--results", default=None, help="append outcomes and measurements to this file, one JSON object a line"
     )
+    parser.addoption("--model", default="tiny", help="model of the engine proofs: tiny, wide (7 layers) or full (52)")
 
 
 def pytest_collection_modifyitems(items):
@@ -63,3 +68,45 @@ def measure(request) -> Callable[..., None]:
     """Record named numbers of a test."""
     outcomes = request.config.pluginmanager.getplugin("outcomes")
     return lambda **numbers: outcomes.write(test=request.node.nodeid, measured=numbers)
+
+
+@pytest.fixture(scope="module")
+def measure_module(request) -> Callable[..., None]:
+    """Record named numbers of a fixture."""
+    outcomes = request.config.pluginmanager.getplugin("outcomes")
+    return lambda **numbers: outcomes.write(test=request.node.nodeid, measured=numbers)
+
+
+@pytest.fixture(scope="session")
+def scale(request):
+    """Return how large the engine proofs are."""
+    return SCALES[request.config.getoption("--model")]
+
+
+@pytest.fixture(scope="session")
+def folder(scale, tmp_path_factory):
+    """Return the folder of the model: its configuration, and for the tiny one its weights."""
+    return make_folder(scale, tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="session")
+def tensors(scale, folder):
+    """Return the deployment tensors of the model."""
+    return deployment(scale, folder)
+
+
+@pytest.fixture(scope="session")
+def bridge(scale, folder):
+    """Return the run's configuration."""
+    limits = RolloutSection(engine="vllm", max_num_seqs=scale.num_seqs, token_budget=2048)
+    return BridgeConfig(model=ModelSection(repository=str(folder)), rollout=limits)
+
+
+@pytest.fixture(scope="session")
+def rollout(scale, bridge, tensors):
+    """Return an engine whose weights came through memory."""
+    from vllm_forward_bridge.rollout.vllm import VllmRollout
+
+    engine = VllmRollout(bridge, max_model_len=4096, kv_cache_bytes=int(scale.kv_gib * 2**30), empty=True)
+    engine.update_weights(tensors.items(), version=1, digest=bytes_digest(tensors.items()))
+    return engine

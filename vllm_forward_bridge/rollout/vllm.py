@@ -2,16 +2,20 @@
 """The rollout by vLLM's own engine with the bridged forward, in this process, weights handed over in memory."""
 
 import os
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from vllm_forward_bridge import settings
 from vllm_forward_bridge.config import BridgeConfig
 from vllm_forward_bridge.rollout.protocol import Completion, Phase, Request, SamplingParams
 from vllm_forward_bridge.vllm_plugin.sampler import SEED
@@ -19,6 +23,8 @@ from vllm_forward_bridge.vllm_plugin.switch import KEY, complete, package_digest
 
 _IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 """vLLM reads these when it builds an engine: the engine lives in this process, with the model runner that is proven."""
+_MEMORY_IS_GIVEN = {"gpu_memory_utilization": 0.01}
+"""vLLM refuses to start where less than this share of the GPU is free, although `kv_cache_bytes` alone is used."""
 
 
 @dataclass
@@ -54,6 +60,7 @@ class VllmRollout:
         **engine_arguments: Any,
     ) -> None:
         os.environ.update(_IN_PROCESS)
+        settings.apply()
         arguments = EngineArgs(
             model=bridge.model.repository,
             skip_tokenizer_init=True,
@@ -64,10 +71,11 @@ class VllmRollout:
             kv_cache_memory_bytes=kv_cache_bytes,
             disable_log_stats=True,
             additional_config={KEY: switch_value()},
-            **engine_arguments,
+            **_MEMORY_IS_GIVEN | engine_arguments,
         )
         complete(arguments)
-        self._engine = LLMEngine.from_engine_args(arguments)
+        with _kept_random_states():
+            self._engine = LLMEngine.from_engine_args(arguments)
         self._progress: dict[str, _Progress] = {}
         self._aborted: list[Completion] = []
         self._check_record()
@@ -208,6 +216,16 @@ class VllmRollout:
     def _require_idle(self, call: str) -> None:
         if self.has_unfinished():
             raise RuntimeError(f"{call} was called with unfinished requests; finish or abort them first")
+
+
+@contextmanager
+def _kept_random_states() -> Iterator[None]:
+    """Give a trainer in this process its random states back: vLLM seeds Python, NumPy and torch."""
+    python, array = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        yield
+    random.setstate(python)
+    numpy.random.set_state(array)
 
 
 def _vllm_params(sampling: SamplingParams, **more: Any) -> VllmSamplingParams:

@@ -46,6 +46,8 @@ class BridgeExperts(nn.Module):
         return ops.moe_combine(rows_TkH, weights_Tk, config.routed_scaling_factor, shared_TH)
 
 
+NO_WEIGHTS = -1
+"""Version of an engine that was allocated without weights; every version of a trainer is newer."""
 _MIXERS = {"M": BridgeMamba, "*": BridgeAttention, "E": BridgeExperts}
 
 
@@ -69,7 +71,7 @@ class BridgedNemotronH(nn.Module, HasInnerState, IsHybrid):
         self._version: int | None = None
         if vllm_config.load_config.load_format == "dummy":
             self._install(build_weights(self.geometry, _Zeros(self.geometry), self.device))
-            self._version = 0
+            self._version = NO_WEIGHTS
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:

@@ -6,6 +6,7 @@ bridged and stock code. The digest in it is that of this package's source: a wor
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,8 +39,9 @@ def switch_value() -> dict[str, str]:
     return {"digest": package_digest()}
 
 
+@functools.cache
 def package_digest() -> str:
-    """Hash every source file of this package: two processes with one digest run one code."""
+    """Hash every source file of this package, once a process: two processes with one digest run one code."""
     root = Path(__file__).resolve().parent.parent
     hasher = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

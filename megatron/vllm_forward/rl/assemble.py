@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.vllm_forward import versions, weights
 from megatron.vllm_forward.rl.loop import GrpoLoop
 from megatron.vllm_forward.rl.policy import MegatronPolicy, megatron_layout
 from megatron.vllm_forward.rl.settings import GrpoSettings
@@ -32,15 +31,6 @@ class Trained:
     optimizer: Any
     scheduler: Any
     args: argparse.Namespace
-
-
-def embedded_rollout(
-    trained: Trained, bridge: BridgeConfig, model_config: ModelConfig, device: torch.device
-) -> EmbeddedRollout:
-    """Start an engine in this process on the weights that the trainer has; collective over the ranks."""
-    tensors = {name: tensor.detach().clone() for name, tensor in weights.deployment_tensors(trained.model)}
-    version = versions.deployment_version(trained.model)
-    return EmbeddedRollout(model_config, tensors, bridge, device, version=version)
 
 
 def reference_engine(bridge: BridgeConfig, device: torch.device) -> EmbeddedRollout:
