@@ -232,6 +232,36 @@ def test_refuses_root_without_control_groups(tmp_path, monkeypatch):
         open_host("bubblewrap", tmp_path, run_name="x", limits=SMALL)
 
 
+def test_process_limits_hold_where_there_are_no_control_groups(tmp_path, monkeypatch):
+    """As for another user; this one may be root, whose number of processes the kernel never limits."""
+    bubblewrap(tmp_path)
+    monkeypatch.setattr(module.cgroups, "find", lambda: None)
+    monkeypatch.setattr(module.os, "geteuid", lambda: 1000)
+
+    async def work(sandbox, task):
+        return await sandbox.execute("ulimit -u; ulimit -v; python -c 'bytearray(10**9)'", seconds=20)
+
+    done = in_sandbox(tmp_path, work)
+    assert done.text.splitlines()[:2] == [str(SMALL.processes), str(SMALL.memory_bytes // 1024)]
+    assert "MemoryError" in done.text
+
+
+def test_sandbox_that_cannot_be_ended_is_an_error_of_the_sandbox(tmp_path):
+    async def work(sandbox, task):
+        class Stuck:
+            entries = []
+
+            def remove(self):
+                raise RuntimeError("still has processes")
+
+        group, sandbox._group = sandbox._group, Stuck()
+        with pytest.raises(SandboxError, match="cannot be ended"):
+            await sandbox.close()
+        sandbox._group = group
+
+    in_sandbox(tmp_path, work)
+
+
 def test_head_and_tail_keep_both_ends():
     kept = streams.HeadAndTail(10)
     for chunk in (b"abc", b"defgh", b"ij", b"klmno"):

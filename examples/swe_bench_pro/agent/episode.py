@@ -85,12 +85,13 @@ async def run_episode(workshop: Workshop, task: Task, name: str, sample: Sample,
     episode.stream.append_context(_first_prompt(workshop, task), turn=0)
     sandbox = workshop.host.sandbox(task, f"{name}-agent")
     try:
-        # The first ids are there in any case, so that a sandbox that fails at once leaves a whole sample too.
-        tree = await _work(workshop, task, episode, sandbox, sample, sampling)
+        try:
+            # The first ids are there in any case, so that a sandbox that fails at once leaves a whole sample too.
+            tree = await _work(workshop, task, episode, sandbox, sample, sampling)
+        finally:
+            await sandbox.close()
     except SandboxError as error:
         episode.outcome, episode.detail, tree = "sandbox_error", str(error), None
-    finally:
-        await sandbox.close()
     if not episode.outcome:
         await _grade(workshop, task, episode, tree)
     episode.seconds = time.monotonic() - begin

@@ -143,10 +143,17 @@ class BubblewrapSandbox:
             await self._process.wait()
 
     async def close(self) -> None:
-        """Kill, and remove folder and control group."""
+        """Kill, and remove folder and control group.
+
+        Raises:
+            SandboxError: a process cannot be ended; the next start's sweep tries again.
+        """
         await self.kill()
         if self._group is not None:
-            await asyncio.to_thread(self._group.remove)
+            try:
+                await asyncio.to_thread(self._group.remove)
+            except RuntimeError as error:
+                raise SandboxError(f"sandbox {self._name} cannot be ended: {error}") from error
             self._group = None
         await asyncio.to_thread(_remove, self._folder)
 
