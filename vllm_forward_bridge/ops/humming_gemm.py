@@ -88,7 +88,7 @@ def _require_packed(op: str, *codes: Tensor) -> None:
     if plain:
         raise ValueError(
             f"{op} on CUDA was given codes of {plain[0].dtype} {tuple(plain[0].shape)}; packed int32 codes are "
-            "accepted, the layout that the kernel reads: pass the result of operands.nvfp4_operands, made once a version"
+            "accepted, the layout that the kernel reads: pass the result of operands.nvfp4_operands, once a version"
         )
 
 
