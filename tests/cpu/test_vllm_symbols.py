@@ -11,12 +11,17 @@ from vllm_forward_bridge.vllm_symbols import PINNED_VERSION, SYMBOLS
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
-def source_of(module: str) -> ast.Module:
-    """Parse an installed module without importing it: most of vLLM cannot be imported without a GPU."""
+def functions_of(module: str, name: str) -> list[ast.FunctionDef]:
+    """Find functions in an installed module without importing it: most of vLLM needs a GPU for that.
+
+    A package may take them from its files.
+    """
     parent, _, _ = module.partition(".")
     root = Path(importlib.util.find_spec(parent).submodule_search_locations[0]).parent
     path = root.joinpath(*module.split("."))
-    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    files = path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    return [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
 
 
 def test_the_installed_vllm_is_the_pinned_one():
@@ -26,11 +31,7 @@ def test_the_installed_vllm_is_the_pinned_one():
 @pytest.mark.parametrize("name", SYMBOLS)
 def test_symbol_has_the_parameters_that_are_passed(name):
     symbol = SYMBOLS[name]
-    functions = [
-        node
-        for node in ast.walk(source_of(symbol.module))
-        if isinstance(node, ast.FunctionDef) and node.name == symbol.name
-    ]
+    functions = functions_of(symbol.module, symbol.name)
     assert functions, f"{symbol.module} defines no {symbol.name}"
     given = {
         argument.arg
