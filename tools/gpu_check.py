@@ -30,7 +30,7 @@ STAGES = {
     "engine_wide": ([*_ENGINE, "--model", "wide"], 540),
     "grpo": (["tests/gpu/test_grpo.py"], 540),
     "stock": (["tests/gpu/test_stock.py"], 400),
-    "engine_full": ([*_ENGINE, "--model", "full"], 580),
+    "engine_full": ([*_ENGINE, "--model", "full", "-k", "every_op or decode_is_prefill or same_logprobs"], 580),
 }
 """Stage -> (pytest arguments, seconds it may take). Cheap before dear."""
 

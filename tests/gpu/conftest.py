@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import SCALES, deployment, make_folder
 
+from vllm_forward_bridge import settings
 from vllm_forward_bridge.config import BridgeConfig, ModelSection, RolloutSection
 from vllm_forward_bridge.quantization import bytes_digest
 
@@ -38,6 +39,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure(config):
+    # Before the first CUDA call: the tests make tensors long before an engine or a trainer would apply them.
+    if not MISSING:
+        settings.apply()
     # What pytest reports is flushed test by test, so a run that is cut short still says what it proved.
     config.pluginmanager.register(_Outcomes(config.getoption("--results")), "outcomes")
 

@@ -54,7 +54,7 @@ def differing(found, completions) -> tuple[int, int, float]:
 
 def test_deployment_comes_back_byte_for_byte(trainer, tensors):
     for name, tensor in weights.deployment_tensors(trainer.model):
-        assert_same_bits(tensor.cpu().view(torch.uint8), tensors[name].cpu().view(torch.uint8), name)
+        assert_same_bits(integer_view(tensor).cpu(), integer_view(tensors[name]).cpu(), name)
 
 
 def test_same_logprobs(scale, model, long_run, measure):

@@ -47,9 +47,18 @@ def ordinary_kernels(model: torch.nn.Module) -> Iterator[None]:
     kernels = [module.kernels for module in modules]
     for module in modules:
         module.kernels = baseline
+    _drop_packed_weights(model)
     yield
     for module, found in zip(modules, kernels, strict=True):
         module.kernels = found
+    _drop_packed_weights(model)
+
+
+def _drop_packed_weights(model: torch.nn.Module) -> None:
+    """Let each module make its operands again: ordinary kernels read plain bytes, the contract's read packed ones."""
+    for module in model.modules():
+        if hasattr(module, "made_operands"):
+            module.made_operands = None
 
 
 def packs(completions: Sequence[Completion], most: int = PACK) -> Iterator[list[Completion]]:
