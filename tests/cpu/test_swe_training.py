@@ -13,6 +13,7 @@ from swe_workbench import bubblewrap, processes_with
 
 from examples.swe_bench_pro.agent.stream import NOT_SAMPLED
 from examples.swe_bench_pro.sandbox import cgroups
+from examples.swe_bench_pro.train.assemble import run_name
 from examples.swe_bench_pro.train.journal import EpisodeJournal, Place
 from megatron.vllm_forward.rl.journal import read_journal
 
@@ -95,4 +96,4 @@ def test_two_steps_killed_in_the_second_and_resumed(tmp_path):
     assert processes_with(str(tmp_path)) == []
     wait_until_no_child_is_left(tmp_path)
     groups = cgroups.find()
-    assert groups is None or groups.sweep("run-") == 0
+    assert groups is None or groups.sweep(run_name(tmp_path / "run", 0)) == 0
