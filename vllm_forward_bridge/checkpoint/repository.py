@@ -188,7 +188,7 @@ def write_repository(
         write_file(partial / name, header_text(ordered), ordered, lambda n, a=announced: [_checked(a[n], read(n))])
     contents = dict(files)
     if list(shards) != [SINGLE_FILE]:
-        contents[INDEX_FILE] = _index_text([spec for members in shards.values() for spec in members])
+        contents[INDEX_FILE] = index_text([spec for members in shards.values() for spec in members])
     for name, content in contents.items():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         (partial / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -203,7 +203,9 @@ def _checked(spec: TensorSpec, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _index_text(specs: list[TensorSpec]) -> str:
+def index_text(specs: Iterable[TensorSpec]) -> str:
+    """Return the index file of specs in their shards."""
+    specs = list(specs)
     weight_map = {spec.name: spec.shard for spec in sorted(specs, key=lambda spec: spec.name)}
     index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs)}, "weight_map": weight_map}
     return json.dumps(index, indent=2) + "\n"
