@@ -6,7 +6,7 @@ from dataclasses import dataclass
 BOS = 1
 FIRST_BYTE = 3
 """Byte b is token 3 + b in the tiny checkpoint's tokenizer; 0, 1 and 2 are pad, begin and end."""
-LETTERS = "aeiou"
+LETTERS = "ab"
 
 
 def encode(text: str) -> tuple[int, ...]:
@@ -25,7 +25,8 @@ class SayLetter:
     """`say e` asks for the letter e, as often as the answer has room.
 
     reward = mean over the answer's tokens of: 1 for the letter, `small` for another lower-case letter, `byte` for any
-    other byte. The last two are a slope where the first is flat: a random model rarely says the right letter.
+    other byte. The last two are a slope where the first is flat: a random model rarely says the right letter. With two
+    letters, a model that says one of them whatever was asked gets (1 + small) / 2; more than that is listening.
     """
 
     letters: str = LETTERS

@@ -2,14 +2,14 @@
 """GRPO on a small text task, as a Megatron script: flags are Megatron's, the model comes from --vllm-forward.
 
 Example: python -m megatron.vllm_forward examples/grpo_tiny/train_grpo.py --vllm-forward examples/grpo_tiny/bridged.toml
-         --pretrained-checkpoint runs/quickstart/megatron --rl-journal runs/tiny/journal.jsonl --train-iters 50
+         --pretrained-checkpoint runs/quickstart/megatron --rl-journal runs/tiny/journal.jsonl --train-iters 60
          --distributed-backend gloo
 """
 
 import argparse
 
 from megatron.training.arguments import parse_and_validate_args
-from task import SayLetter
+from task import LETTERS, SayLetter
 
 from megatron.vllm_forward.rl.assemble import assemble_loop, reference_engine
 from megatron.vllm_forward.rl.engines import open_rollout
@@ -34,8 +34,9 @@ def main() -> None:
     rollout = open_rollout(
         trained.model, bridge, model_config, device, max_model_len=args.seq_length, kv_cache_gib=args.rl_kv_cache_gib
     )
+    task = SayLetter(letters=args.task_letters)
     reference = reference_engine(bridge, device) if settings.kl_beta else None
-    loop = assemble_loop(trained, bridge, settings, SayLetter(), rollout, device=device, reference=reference)
+    loop = assemble_loop(trained, bridge, settings, task, rollout, device=device, reference=reference)
     run_to_end(loop, trained, bridge, model_config, lambda record: LINE.format(**record))
 
 
@@ -43,19 +44,20 @@ def _arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the loop's flags, with defaults that suit the tiny model; every one of them can be given."""
     parser = add_grpo_arguments(parser)
     parser.add_argument("--rl-kv-cache-gib", type=float, default=1.0, help="GPU memory of vLLM's caches.")
+    parser.add_argument("--task-letters", default=LETTERS, help="Letters that prompts ask for; more are harder.")
     parser.set_defaults(
         grpo_prompts_per_step=8,
-        grpo_group_size=8,
-        rl_max_new_tokens=12,
+        grpo_group_size=16,
+        rl_max_new_tokens=8,
         seq_length=2048,
         max_position_embeddings=2048,
-        lr=2e-3,
+        lr=1.5e-3,
         lr_decay_style="constant",
         weight_decay=0.0,
         adam_beta2=0.95,
         clip_grad=1.0,
-        train_iters=50,
-        save_interval=25,
+        train_iters=60,
+        save_interval=20,
         override_opt_param_scheduler=True,
         eval_iters=0,
         seed=1,

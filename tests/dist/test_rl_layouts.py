@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO on two gloo processes: data, expert and pipeline parallel train on what one process trains on, at difference 0."""
+"""GRPO on two gloo processes: data, expert and pipeline parallel train on the batch of one process."""
 
 import os
 import socket
