@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is outside the contract is refused at build time, all of it in one error, before anything is allocated."""
 
+import argparse
 import dataclasses
-import re
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vllm_forward import arguments, baseline, bridged, launch
+from megatron.vllm_forward.__main__ import main
 from megatron.vllm_forward.bridge import make_bridge
 from megatron.vllm_forward.limits import check_build
 from megatron.vllm_forward.patches import Patch, applied
@@ -82,8 +84,6 @@ def test_patches_check_first_and_put_everything_back():
     owner = SimpleNamespace
     good = Patch("argparse", "Namespace", lambda found: owner)
     bad = [Patch("argparse", "NoSuchName", lambda found: None), Patch("shutil", "copy", lambda found: None, ("a", "b"))]
-    import argparse
-
     before = argparse.Namespace
     refused = applied([good, *bad])
     with pytest.raises(RuntimeError, match=r"NoSuchName does not exist\n.*shutil.copy takes \(src, dst, ...\)"):
@@ -102,16 +102,20 @@ def test_another_megatron_is_refused(monkeypatch):
 
 
 def test_baseline_has_the_names_and_arguments_of_the_contract():
-    import inspect
-
-    names = [name for name in vars(bridged) if re.fullmatch(r"[a-z][a-z0-9_]+", name)]
-    assert len(names) == 14
-    for name in names:
+    ops = {name: op for name, op in vars(bridged).items() if not name.startswith("_")}
+    assert len(ops) >= 14
+    for name, op in ops.items():
         theirs = inspect.signature(getattr(baseline, name)).parameters
-        ours = getattr(bridged, name)
-        ours = inspect.signature(getattr(ours, "_init_fn", ours)).parameters
+        # A custom op shows the signature of the function behind it.
+        ours = inspect.signature(getattr(op, "_init_fn", op)).parameters
         required = [p.name for p in ours.values() if p.default is inspect.Parameter.empty]
         assert len(required) <= len(theirs) <= len(ours), name
+
+
+@pytest.mark.parametrize("given", [[], ["--lr", "1"], ["script.py", "--lr", "1"]])
+def test_without_script_or_flag_the_launcher_says_how_it_is_used(given):
+    with pytest.raises(SystemExit, match="needed: python -m megatron.vllm_forward SCRIPT"):
+        main(given)
 
 
 def test_flags_of_the_geometry_are_found_whatever_else_is_given(bridge):

@@ -39,7 +39,9 @@ def sample(engine, **sampling):
     generator = torch.Generator().manual_seed(5)
     prompts = [tuple(torch.randint(0, 1280, (length,), generator=generator).tolist()) for length in LENGTHS]
     requests = [
-        Request(str(seed), prompt, SamplingParams(seed=seed, max_new_tokens=21, **sampling))
+        Request(
+            request_id=str(seed), prompt_ids=prompt, sampling=SamplingParams(seed=seed, max_new_tokens=21, **sampling)
+        )
         for seed, prompt in enumerate(prompts)
     ]
     return engine.generate(requests)

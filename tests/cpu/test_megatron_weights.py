@@ -166,3 +166,11 @@ def test_load_lists_every_tensor_that_does_not_fit(source):
 def test_hook_is_installed_once(source):
     with built(source.path) as trainer, pytest.raises(RuntimeError, match="called twice"):
         optimizer_hook.install(trainer.optimizer, trainer.model)
+
+
+def test_a_build_outside_the_contract_lists_flags_and_repository(source):
+    flags = ("--hidden-dropout", "0.1", "--norm-epsilon", "1e-6")
+    with pytest.raises(ValueError, match="outside the contract") as raised, built(source.path, *flags):
+        pass
+    for part in ("hidden_dropout is 0.1", "layernorm_epsilon is 1e-06; the repository has 1e-05"):
+        assert part in str(raised.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher runs a plain Megatron script, also beside a Megatron-LM checkout, and refuses in one error."""
+"""The launcher runs a plain Megatron script, also beside a Megatron-LM checkout."""
 
 import os
 import re
@@ -18,7 +18,7 @@ SCRIPT = ROOT / "examples/pretrain_hybrid.py"
 FLAGS = (
     "--distributed-backend gloo --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 "
     "--global-batch-size 4 --train-iters 3 --lr 1e-3 --lr-decay-style constant --mock-data --vocab-size 1279 "
-    "--tokenizer-type NullTokenizer --split 90,10,0 --num-workers 0 --eval-iters 0 --log-interval 1 "
+    "--tokenizer-type NullTokenizer --split 90,10,0 --num-workers 0 --eval-iters 0 --eval-interval 9 --log-interval 1 "
     "--use-distributed-optimizer --clip-grad 1.0 --moe-router-enable-expert-bias"
 ).split()
 
@@ -52,15 +52,6 @@ def test_a_stock_pretraining_script_trains_on_the_bridged_forward(folder):
     assert found[2] < found[0] < 7.5
 
 
-def test_a_run_outside_the_contract_stops_before_it_builds(folder):
-    done = start(
-        folder, SCRIPT, *FLAGS, "--hidden-dropout", "0.1", "--norm-epsilon", "1e-6", "--vllm-forward", "run.toml"
-    )
-    assert done.returncode != 0
-    for part in ("outside the contract", "hidden_dropout is 0.1", "layernorm_epsilon is 1e-06"):
-        assert part in done.stderr, done.stderr[-3000:]
-
-
 def test_core_training_and_a_checkout_share_the_namespace(folder):
     (folder / "imports.py").write_text(
         "import megatron.core, megatron.training, megatron.rl, megatron.vllm_forward as ours\n"
@@ -75,9 +66,3 @@ def test_core_training_and_a_checkout_share_the_namespace(folder):
     assert str(folder / "checkout/megatron/rl") in line
     assert str(ROOT / "megatron/vllm_forward") in line
     assert line.endswith("BridgedModel 17")
-
-
-def test_without_the_flag_the_launcher_says_how_it_is_used(folder):
-    done = start(folder, SCRIPT, "--lr", "1")
-    assert done.returncode != 0
-    assert "needed: python -m megatron.vllm_forward SCRIPT" in done.stderr
