@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Make .venv with the pinned packages, or find it ready. Sourced by run.sh and test.sh from the repository root.
+# EXTRAS lists the optional dependencies of pyproject.toml to install; the default is what the tests need.
 
 python_312() {
     # Print a Python 3.12 that can make environments: from PATH, else from pyenv.
@@ -16,7 +17,7 @@ python_312() {
 install_packages() {
     # Run pip with its output in a log, a line of progress on the terminal, and the log's end if it fails.
     local log=.venv/install.log start=$SECONDS
-    .venv/bin/python -m pip install --disable-pip-version-check -e '.[test]' >"$log" 2>&1 &
+    .venv/bin/python -m pip install --disable-pip-version-check -e ".[${EXTRAS:-test}]" >"$log" 2>&1 &
     local pip=$!
     while kill -0 "$pip" 2>/dev/null; do
         [ -t 2 ] && printf '\r\033[K  %3d s  %.90s' $((SECONDS - start)) "$(tail -n 1 "$log" | tr -cd '[:print:]')" >&2
@@ -33,7 +34,7 @@ install_packages() {
 
 set_up() {
     local stamp python
-    stamp=$(cat pyproject.toml setup.py | cksum)
+    stamp=$(echo "${EXTRAS:-test}" | cat - pyproject.toml setup.py | cksum)
     if [ "$(cat .venv/.stamp 2>/dev/null)" = "$stamp" ]; then
         return
     fi
