@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from vllm_forward_bridge.quantization import (
     fp8_quantize,
     nvfp4_dequantize,
     nvfp4_quantize,
+    requantize,
     requantize_f32,
     requantize_fp8,
     requantize_nvfp4,
@@ -130,6 +132,24 @@ def test_requantize_nvfp4_shards_agree_with_the_whole(four_over_six):
     assert report.overflowed_blocks == 1
 
 
+@RULES
+@pytest.mark.parametrize("elements", [1, 256, 512])
+def test_requantize_nvfp4_in_groups_gives_the_same_bytes(four_over_six, elements, monkeypatch):
+    old = dataclasses.replace(nvfp4_quantize(stack(12), four_over_six=four_over_six), input_scale=torch.ones(3))
+    master = nvfp4_dequantize(old)
+    master[0, 0, 40] = 0.5
+    master[2, 3, 5] = 90.0
+    amax = master.float().abs().amax(dim=(1, 2))
+    whole, report = requantize_nvfp4(master, old, four_over_six=four_over_six)
+    monkeypatch.setattr(requantize, "GROUP_ELEMENTS", elements)
+    for given_amax in (None, amax):
+        parts, again = requantize_nvfp4(master, old, four_over_six=four_over_six, amax=given_amax)
+        assert_same_bytes(parts, whole)
+        assert_same_bits(parts.input_scale, old.input_scale, "input scale")
+        assert again == report
+    assert report.overflowed_blocks == 1
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_requantize_refuses_nan_and_infinity(bad):
     old = nvfp4_quantize(stack(8), four_over_six=True)
@@ -192,6 +212,18 @@ def test_digest_sees_every_bit_and_no_order():
         {"b": torch.ones(2, 2, dtype=torch.bfloat16).view(torch.float16)},
     ]
     assert len({bytes_digest({**tensors, **change}.items()) for change in changes} | {want}) == len(changes) + 1
+    large = torch.arange(3 << 20, dtype=torch.int32)
+    want = bytes_digest([("large", large)])
+    for place in (0, 1 << 18, (1 << 18) - 1, (3 << 20) - 1):
+        other = large.clone()
+        other[place] ^= 1 << 31
+        assert bytes_digest([("large", other)]) != want
+    swapped = large.clone()
+    swapped[:2] = large[[1, 0]]
+    assert bytes_digest([("large", swapped)]) != want
+    odd = torch.arange(1001, dtype=torch.uint8)
+    assert bytes_digest([("odd", odd[1:])]) == bytes_digest([("odd", odd[1:].clone())])
+    assert bytes_digest([("empty", odd[:0])]) != bytes_digest([("empty", odd[:1])])
     assert bytes_digest([("b", tensors["a"])]) != bytes_digest([("a", tensors["a"])])
     with pytest.raises(ValueError, match="a comes twice"):
         bytes_digest([("a", tensors["a"]), ("a", tensors["a"])])

@@ -59,7 +59,7 @@ def geometry_digest(model: ModelConfig) -> str:
     values = {entry.name: getattr(model, entry.name) for entry in dataclasses.fields(model)}
     quantization = values.pop("quantization")
     values["formats"] = dict(quantization.formats)
-    values["unquantized"] = [quantization.kv_cache, *quantization.exclude_modules]
+    values["unquantized"] = [quantization.kv_cache, quantization.default_format, *quantization.exclude_modules]
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -18,6 +18,9 @@ from vllm_forward_bridge.quantization.nvfp4 import (
     scale_ceiling,
 )
 
+GROUP_ELEMENTS = 1 << 27
+"""Elements of a stack that are requantised at a time; bounds the memory, never changes a bit."""
+
 
 @dataclass(frozen=True)
 class RequantizeReport:
@@ -56,6 +59,9 @@ def requantize_nvfp4(
             f"master is {master.dtype} {tuple(master.shape)} for codes {tuple(old.codes.shape)}; bfloat16 {shape} is "
             "needed, since each byte holds two elements: pass the master of the same module"
         )
+    group = GROUP_ELEMENTS // max(1, master[0].numel()) or 1
+    if master.dim() > 2 and group < len(master):
+        return _in_groups(master, old, four_over_six, amax, group)
     own_blocks = master.detach().float().abs().unflatten(-1, (-1, BLOCK)).amax(dim=-1)
     amax = own_blocks.amax(dim=(-2, -1)) if amax is None else amax.float()
     limit = old.global_scale * (CODE_MAX * SCALE_OVERFLOW)
@@ -71,6 +77,29 @@ def requantize_nvfp4(
     overflowed = int((own_blocks > limit[..., None, None]).sum())
     new = Nvfp4Bytes(codes, block_scale.view(torch.float8_e4m3fn), global_scale, old.input_scale)
     return new, RequantizeReport(int(touched.sum()), overflowed)
+
+
+def _in_groups(
+    master: Tensor, old: Nvfp4Bytes, four_over_six: bool, amax: Tensor | None, group: int
+) -> tuple[Nvfp4Bytes, RequantizeReport]:
+    """Requantise a stack a few matrices at a time: it needs about twenty bytes an element while it runs."""
+    parts, changed, overflowed = [], 0, 0
+    for start in range(0, len(master), group):
+        rows = slice(start, start + group)
+        part, report = requantize_nvfp4(
+            master[rows],
+            old.map(lambda tensor, rows=rows: tensor[rows]),
+            four_over_six=four_over_six,
+            amax=None if amax is None else amax[rows],
+        )
+        parts.append(part)
+        changed, overflowed = changed + report.changed_blocks, overflowed + report.overflowed_blocks
+    codes, block_scale, global_scale = (
+        torch.cat([integer_view(getattr(part, name)) for part in parts])
+        for name in ("codes", "block_scale", "global_scale")
+    )
+    block_scale, global_scale = block_scale.view(torch.float8_e4m3fn), global_scale.view(torch.float32)
+    return Nvfp4Bytes(codes, block_scale, global_scale, old.input_scale), RequantizeReport(changed, overflowed)
 
 
 def requantize_fp8(master: Tensor, old: Fp8Bytes) -> tuple[Fp8Bytes, RequantizeReport]:
