@@ -28,6 +28,7 @@ STAGES = {
     "row_times": (["tests/gpu/test_rows.py", "-k", "time"], 90),
     "engine_tiny": ([*_ENGINE, "--model", "tiny"], 400),
     "engine_wide": ([*_ENGINE, "--model", "wide"], 540),
+    "steps_tiny": (["tests/gpu/test_trainer.py", "-k", "ten_steps or byte_for_byte", "--model", "tiny"], 200),
     "grpo": (["tests/gpu/test_grpo.py"], 540),
     "stock": (["tests/gpu/test_stock.py"], 400),
     "engine_full": ([*_ENGINE, "--model", "full", "-k", "every_op or decode_is_prefill or same_logprobs"], 580),
