@@ -10,7 +10,8 @@ from torch import Tensor
 
 _WORD_BYTES = 8
 _BLOCK_WORDS = 1 << 17
-_BLOCKS_AT_ONCE = 32
+# More at once do not stay in the cache of a CPU core, and one is too little for a GPU.
+_BLOCKS_AT_ONCE = 4
 _LANES = 2
 
 
