@@ -66,13 +66,14 @@ def ssd_scan(
         for first in range(0, reaching, block):
             members = grid.order_S[first : min(first + block, reaching)]
             rows = slice(done + first, done + first + len(members))
-            before = None if chunk == 0 and state is None else boundary[members]
+            before = None if chunk == 0 and state is None else boundary.index_select(0, members)
             steps = _time_steps(dt[rows], A_h, dt_bias_h)
             y[rows] = _scan_chunks(x[rows], *steps, B[rows], C[rows], D_h, before)
             full = slice(0, max(completing - first, 0))
             if full.stop:
                 start = None if before is None else before[full]
-                boundary[members[full]] = _advance(x[rows][full], *(v[full] for v in steps), B[rows][full], start)
+                after = _advance(x[rows][full], *(v[full] for v in steps), B[rows][full], start)
+                boundary.index_copy_(0, members[full], after)
         done += reaching
     return grid.gather(y, len(x_ThP)), boundary
 

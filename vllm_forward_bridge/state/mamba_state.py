@@ -189,21 +189,22 @@ class MambaState:
         replayed = []
         for buffer, new in zip(self.buffers, (x_ThP, dt_Th, B_TGn), strict=True):
             rows = new.new_empty(plan.num_replayed, *new.shape[1:])
-            rows[plan.refed_at_U] = buffer[plan.refed_from_U]
-            rows[plan.new_at_T] = new[:live]
+            rows.index_copy_(0, plan.refed_at_U, buffer.index_select(0, plan.refed_from_U))
+            rows.index_copy_(0, plan.new_at_T, new[:live])
             replayed.append(rows)
         C_NGn = C_TGn.new_zeros(plan.num_replayed, *C_TGn.shape[1:])
-        C_NGn[plan.new_at_T] = C_TGn[:live]
-        state_ShPn = self.boundary_state_ZhPn[plan.slot_S]
+        C_NGn.index_copy_(0, plan.new_at_T, C_TGn[:live])
+        state_ShPn = self.boundary_state_ZhPn.index_select(0, plan.slot_S)
         if 0 in plan.starts:
             state_ShPn.masked_fill_(plan.fresh_S[:, None, None, None], 0.0)
         x_NhP, dt_Nh, B_NGn = replayed
         y_NhP, state_ShPn = ssd_scan(
             x_NhP, dt_Nh, A_h, B_NGn, C_NGn, D_h, dt_bias_h, plan.cu_seqlens_replayed_S1, self.chunk_size, state_ShPn
         )
-        self.boundary_state_ZhPn[plan.slot_S[plan.stored_V]] = state_ShPn[plan.stored_V]
+        stored = state_ShPn.index_select(0, plan.stored_V)
+        self.boundary_state_ZhPn.index_copy_(0, plan.slot_S[plan.stored_V], stored)
         for buffer, rows in zip(self.buffers, replayed, strict=True):
-            buffer[plan.kept_at_K] = rows[plan.kept_from_K]
+            buffer.index_copy_(0, plan.kept_at_K, rows.index_select(0, plan.kept_from_K))
         y_ThP = torch.zeros_like(x_ThP)
         y_ThP[:live] = y_NhP[plan.new_at_T]
         return y_ThP
