@@ -102,7 +102,7 @@ def main(folder, port, steps):
     sys.argv = [
         "train_agent.py", "--vllm-forward", str(folder / "bridge.toml"), "--train-iters", steps,
         "--pretrained-checkpoint", str(folder / "megatron"), "--swe-config", str(folder / "agent.toml"),
-        "--grpo-prompts-per-step", "1", "--grpo-group-size", "2", "--seq-length", "2048",
+        "--grpo-prompts-per-step", "1", "--grpo-group-size", "3", "--seq-length", "2048",
         "--max-position-embeddings", "2048", "--swe-folder", str(folder / "run"),
         "--rl-journal", str(folder / "journal.jsonl"), "--save", str(folder / "checkpoints"),
         "--load", str(folder / "checkpoints"), "--lr", "1e-4", "--distributed-backend", "gloo",

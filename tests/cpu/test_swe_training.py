@@ -85,7 +85,7 @@ def test_two_steps_killed_in_the_second_and_resumed(tmp_path):
         assert record["requantised_blocks"] > 0
         # The gate saw every sampled token of every turn, by decode and by prefill.
         episodes = {p: e for at, p, e in EpisodeJournal(tmp_path / "run" / "episodes").every() if at == record["step"]}
-        assert set(episodes) == {Place(0, 0, member) for member in range(2)}
+        assert set(episodes) == {Place(0, 0, member) for member in range(3)}
         assert record["compared"] == sum(episode.stream.num_sampled for episode in episodes.values())
         assert record["sampled_by_decode"] > 0
         assert all(episode.turns >= 2 for episode in episodes.values())
