@@ -93,6 +93,25 @@ def test_objective_on_policy_is_minus_the_advantage_exactly():
     assert not got.clipped_T.any()
 
 
+def test_entropy_bonus_has_the_gradient_of_the_entropy():
+    torch.manual_seed(2)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    entropy = -(logprobs.exp() * logprobs).sum()
+    (want,) = torch.autograd.grad(-0.3 * entropy, logits, retain_graph=True)
+    # The expectation over all five tokens, each with its own probability, in place of a sample.
+    zeros, ones = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    got = clipped_objective(
+        logprobs, logprobs.detach(), zeros, ones, clip_lower=0.2, clip_upper=0.2,
+        entropy_weight=0.3, entropy_T=entropy.detach().expand(5),
+    )  # fmt: skip
+    assert not got.loss_T.any()
+    (grad,) = torch.autograd.grad((logprobs.detach().exp() * got.loss_T).sum(), logits)
+    assert want.abs().max() > 0.01
+    # Five products and sums of numbers below 4 on each side.
+    assert (grad - want).abs().max() <= 10 * 4 * 2.0**-52
+
+
 @pytest.mark.parametrize(("beta", "reference"), [(0.1, None), (0.0, torch.zeros(1))])
 def test_objective_rejects_half_a_kl_term(beta, reference):
     one = torch.zeros(1)

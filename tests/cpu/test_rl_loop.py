@@ -46,7 +46,8 @@ class TablePolicy:
         tokens = sum(row.num_sampled for row in rows)
         for row in rows:
             logprobs = self.logprobs()
-            (loss(row, logprobs[row.tokens_T, row.labels_T]) / tokens).backward()
+            entropy_T = self._scores(row, logprobs).entropy_T
+            (loss(row, logprobs[row.tokens_T, row.labels_T], entropy_T) / tokens).backward()
         return self.score(rows)
 
     def update(self):
@@ -262,6 +263,13 @@ def test_kl_term_pulls_towards_the_reference():
     assert record["kl"] > 0
     moved = [(loop.policy.logprobs().detach() - start).abs().mean() for loop in (free, held)]
     assert moved[1] < 0.7 * moved[0]
+
+
+def test_entropy_bonus_keeps_the_policy_broad():
+    free, broad = make_loop(), make_loop(entropy_weight=0.5)
+    for step in range(1, 31):
+        last = free.step(step)["entropy"], broad.step(step)["entropy"]
+    assert last[1] > last[0] + 0.3
 
 
 def test_loop_rejects_stale_trajectories_missing_members_and_uneven_ranks():

@@ -102,12 +102,18 @@ def clipped_objective(
     clip_upper: float,
     kl_beta: float = 0.0,
     reference_T: Tensor | None = None,
+    entropy_weight: float = 0.0,
+    entropy_T: Tensor | None = None,
 ) -> Objective:
     """Compute the loss of every token.
 
     ratio = exp(current - old)
     loss = -weight * min(ratio * A, clip(ratio, 1 - lower, 1 + upper) * A) + beta * (exp(d) - d - 1)
     with d = reference - current
+    gradient += entropy_weight * ratio * (current + entropy) * (gradient of current)
+
+    The last line is the score-function gradient of the negative entropy, with the entropy itself as its baseline; the
+    loss's value does not show it.
 
     Args:
         current_T: float32 logprobs with gradient.
@@ -118,6 +124,8 @@ def clipped_objective(
         clip_upper: how far above.
         kl_beta: weight of the KL term; 0 leaves it out.
         reference_T: float32 logprobs of the reference policy; needed when `kl_beta` is not 0.
+        entropy_weight: weight of the entropy bonus; 0 leaves it out.
+        entropy_T: float32 entropy of the distribution that each token was drawn from; needed for the bonus.
 
     Source:
         Schulman et al. 2017, PPO, equation 7; k3 is Schulman's estimator, as used in DeepSeekMath, equation 4.
@@ -134,4 +142,7 @@ def clipped_objective(
         distance_T = reference_T - current_T
         kl_T = distance_T.exp() - distance_T - 1.0
         loss_T = loss_T + kl_beta * kl_T
+    if entropy_weight:
+        surprise_T = (ratio_T * (current_T + entropy_T)).detach()
+        loss_T = loss_T + entropy_weight * surprise_T * (current_T - current_T.detach())
     return Objective(loss_T, ratio_T.detach(), (bound_T < free_T).detach(), kl_T.detach())

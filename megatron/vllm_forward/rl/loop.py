@@ -29,11 +29,11 @@ class Scores:
     logprob_T: Tensor
     """float32."""
     entropy_T: Tensor
-    """float32, of the distribution that the label was drawn from."""
+    """float32, of the distribution that the label was drawn from, top-p and top-k left aside."""
 
 
-RowLoss = Callable[[Row, Tensor], Tensor]
-"""loss(row, logprob_T): sum of the loss over the row's sampled tokens, with gradient to the logprobs."""
+RowLoss = Callable[[Row, Tensor, Tensor], Tensor]
+"""loss(row, logprob_T, entropy_T): sum over the row's sampled tokens, with gradient to the logprobs."""
 
 
 class Policy(Protocol):
@@ -160,7 +160,7 @@ class GrpoLoop:
         """Build the loss of a row; it adds what it sees to `sums`."""
         settings = self.settings
 
-        def loss(row: Row, logprob_T: Tensor) -> Tensor:
+        def loss(row: Row, logprob_T: Tensor, entropy_T: Tensor) -> Tensor:
             # A baseline may give a sampled token no probability at all; there is no ratio then, and no gradient.
             counted_T = row.sampled_T & row.old_logprob_T.isfinite()
             reference_T = self.reference(row).to(logprob_T.device)[counted_T] if self.reference else None
@@ -173,6 +173,8 @@ class GrpoLoop:
                 clip_upper=settings.clip_upper,
                 kl_beta=settings.kl_beta,
                 reference_T=reference_T,
+                entropy_weight=settings.entropy_weight,
+                entropy_T=entropy_T[counted_T],
             )
             sums.add(objective, row.weight_T[counted_T])
             return objective.loss_T.sum()

@@ -152,7 +152,7 @@ class MegatronPolicy:
         logprob_T = -negative_BS[0]
         self._scores.append(Scores(logprob_T.detach().cpu(), entropy_BS[0].detach().cpu()))
         tokens = torch.tensor(row.num_sampled, dtype=torch.int, device=logprob_T.device)
-        return loss(row, logprob_T), tokens, {}
+        return loss(row, logprob_T, entropy_BS[0]), tokens, {}
 
     def _sampling(self, row: Row) -> Sampling:
         ones_BS = torch.ones_like(row.tokens_T[None], dtype=torch.float32)
@@ -163,7 +163,7 @@ class MegatronPolicy:
         )
 
 
-def _no_loss(row: Row, logprob_T: Tensor) -> Tensor:
+def _no_loss(row: Row, logprob_T: Tensor, entropy_T: Tensor) -> Tensor:
     return logprob_T.sum()
 
 

@@ -23,6 +23,8 @@ class GrpoSettings:
     clip_upper: float = 0.2
     kl_beta: float = 0.0
     """Weight of the KL to the policy that the run started from; 0 leaves it out."""
+    entropy_weight: float = 0.0
+    """Weight of an entropy bonus; 0 leaves it out."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -46,6 +48,7 @@ _LEAST = (
     ("clip_lower", 0, "it bounds a distance"),
     ("clip_upper", 0, "it bounds a distance"),
     ("kl_beta", 0, "a negative weight would reward drift"),
+    ("entropy_weight", 0, "a negative weight would reward collapse"),
 )
 
 
@@ -93,4 +96,5 @@ def settings_from_args(args: argparse.Namespace, *, stop_token_ids: tuple[int, .
         clip_lower=args.grpo_clamp_eps_lower,
         clip_upper=args.grpo_clamp_eps_upper,
         kl_beta=args.grpo_kl_beta,
+        entropy_weight=args.grpo_entropy_term_weight,
     )
