@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.vllm_forward.rl.corrections import importance_weights
-from megatron.vllm_forward.rl.grpo import STD_FLOOR, clipped_objective, group_advantages
+from megatron.vllm_forward.rl.grpo import STD_FLOOR, ObjectiveRule, clipped_objective, group_advantages
 
 STEP_F32 = 2.0**-23
 
@@ -56,7 +56,8 @@ def test_objective_clips_on_the_side_that_would_gain():
     ratio = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.1])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
     old = torch.full((5,), -3.0)
-    got = clipped_objective(old + ratio.log(), old, advantage, torch.ones(5), clip_lower=0.2, clip_upper=0.3)
+    rule = ObjectiveRule(clip_lower=0.2, clip_upper=0.3)
+    got = clipped_objective(rule, old + ratio.log(), old, advantage, torch.ones(5), torch.zeros(5))
     # min(r A, clip(r) A): 0.5, -0.8, 1.3, -1.5, 2.2
     assert got.clipped_T.tolist() == [False, True, True, False, False]
     want = torch.tensor([-0.5, 0.8, -1.3, 1.5, -2.2])
@@ -71,9 +72,8 @@ def test_objective_gradient_is_the_formula():
     advantage = torch.tensor([0.7, -0.3, 1.2, -0.4], dtype=torch.float64)
     weight = torch.tensor([1.0, 0.5, 2.0, 1.5], dtype=torch.float64)
     reference = torch.tensor([-1.3, -1.7, -0.9, -1.5], dtype=torch.float64)
-    got = clipped_objective(
-        current, old, advantage, weight, clip_lower=0.2, clip_upper=0.2, kl_beta=0.1, reference_T=reference
-    )
+    rule = ObjectiveRule(clip_lower=0.2, clip_upper=0.2, kl_beta=0.1)
+    got = clipped_objective(rule, current, old, advantage, weight, torch.zeros(4), reference)
     got.loss_T.sum().backward()
     ratio = (current - old).exp().detach()
     clipped = torch.tensor([False, True, True, False])  # ratios 1.11, 0.37 with A < 0, 2.7 with A > 0, 1
@@ -88,7 +88,8 @@ def test_objective_on_policy_is_minus_the_advantage_exactly():
     torch.manual_seed(0)
     old = -torch.rand(100) * 9
     advantage = torch.randn(100)
-    got = clipped_objective(old.clone(), old, advantage, torch.ones(100), clip_lower=0.2, clip_upper=0.2)
+    rule = ObjectiveRule(clip_lower=0.2, clip_upper=0.2)
+    got = clipped_objective(rule, old.clone(), old, advantage, torch.ones(100), torch.ones(100))
     assert got.loss_T.tolist() == (-advantage).tolist()
     assert not got.clipped_T.any()
 
@@ -101,10 +102,8 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy():
     (want,) = torch.autograd.grad(-0.3 * entropy, logits, retain_graph=True)
     # The expectation over all five tokens, each with its own probability, in place of a sample.
     zeros, ones = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
-    got = clipped_objective(
-        logprobs, logprobs.detach(), zeros, ones, clip_lower=0.2, clip_upper=0.2,
-        entropy_weight=0.3, entropy_T=entropy.detach().expand(5),
-    )  # fmt: skip
+    rule = ObjectiveRule(clip_lower=0.2, clip_upper=0.2, entropy_weight=0.3)
+    got = clipped_objective(rule, logprobs, logprobs.detach(), zeros, ones, entropy.detach().expand(5))
     assert not got.loss_T.any()
     (grad,) = torch.autograd.grad((logprobs.detach().exp() * got.loss_T).sum(), logits)
     assert want.abs().max() > 0.01
@@ -114,9 +113,9 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy():
 
 @pytest.mark.parametrize(("beta", "reference"), [(0.1, None), (0.0, torch.zeros(1))])
 def test_objective_rejects_half_a_kl_term(beta, reference):
-    one = torch.zeros(1)
+    rule = ObjectiveRule(clip_lower=0.2, clip_upper=0.2, kl_beta=beta)
     with pytest.raises(ValueError, match="needs both"):
-        clipped_objective(one, one, one, one, clip_lower=0.2, clip_upper=0.2, kl_beta=beta, reference_T=reference)
+        clipped_objective(rule, *[torch.zeros(1)] * 5, reference)
 
 
 def test_corrections_have_their_analytic_values():

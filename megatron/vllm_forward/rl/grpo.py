@@ -78,6 +78,20 @@ def _check_rewards(rewards_GK: Tensor, valid_GK: Tensor) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveRule:
+    """The numbers of the objective."""
+
+    clip_lower: float
+    """How far below one the ratio still counts."""
+    clip_upper: float
+    """How far above."""
+    kl_beta: float = 0.0
+    """Weight of the KL to a reference policy; 0 leaves it out."""
+    entropy_weight: float = 0.0
+    """Weight of an entropy bonus; 0 leaves it out."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """What the clipped objective gives for each token."""
@@ -93,56 +107,53 @@ class Objective:
 
 
 def clipped_objective(
+    rule: ObjectiveRule,
     current_T: Tensor,
     old_T: Tensor,
     advantage_T: Tensor,
     weight_T: Tensor,
-    *,
-    clip_lower: float,
-    clip_upper: float,
-    kl_beta: float = 0.0,
+    entropy_T: Tensor,
     reference_T: Tensor | None = None,
-    entropy_weight: float = 0.0,
-    entropy_T: Tensor | None = None,
 ) -> Objective:
     """Compute the loss of every token.
 
     ratio = exp(current - old)
-    loss = -weight * min(ratio * A, clip(ratio, 1 - lower, 1 + upper) * A) + beta * (exp(d) - d - 1)
+    loss = -weight * min(ratio * A, clip(ratio, 1 - lower, 1 + upper) * A) + kl_beta * (exp(d) - d - 1)
     with d = reference - current
-    gradient += entropy_weight * ratio * (current + entropy) * (gradient of current)
-
-    The last line is the score-function gradient of the negative entropy, with the entropy itself as its baseline; the
-    loss's value does not show it.
 
     Args:
+        rule: the numbers.
         current_T: float32 logprobs with gradient.
         old_T: float32 logprobs of the same weights that sampled, by the trainer's forward.
         advantage_T: float32.
         weight_T: float32 correction of the sampling distribution; exactly 1 when trainer and rollout agree.
-        clip_lower: how far below one the ratio still counts.
-        clip_upper: how far above.
-        kl_beta: weight of the KL term; 0 leaves it out.
-        reference_T: float32 logprobs of the reference policy; needed when `kl_beta` is not 0.
-        entropy_weight: weight of the entropy bonus; 0 leaves it out.
-        entropy_T: float32 entropy of the distribution that each token was drawn from; needed for the bonus.
+        entropy_T: float32 entropy of the distribution that each token was drawn from.
+        reference_T: float32 logprobs of the reference policy; needed if and only if there is a KL term.
 
     Source:
         Schulman et al. 2017, PPO, equation 7; k3 is Schulman's estimator, as used in DeepSeekMath, equation 4.
     """
-    if (kl_beta != 0.0) != (reference_T is not None):
+    if (rule.kl_beta != 0.0) != (reference_T is not None):
         given = "no reference logprobs" if reference_T is None else "reference logprobs"
-        raise ValueError(f"kl_beta {kl_beta} with {given}: a KL term needs both, and a run without one needs neither")
+        raise ValueError(f"kl_beta {rule.kl_beta} with {given}: a KL term needs both, a run without one needs neither")
     ratio_T = (current_T - old_T).exp()
     free_T = ratio_T * advantage_T
-    bound_T = ratio_T.clamp(1.0 - clip_lower, 1.0 + clip_upper) * advantage_T
+    bound_T = ratio_T.clamp(1.0 - rule.clip_lower, 1.0 + rule.clip_upper) * advantage_T
     loss_T = -weight_T * torch.minimum(free_T, bound_T)
     kl_T = torch.zeros_like(old_T)
     if reference_T is not None:
         distance_T = reference_T - current_T
         kl_T = distance_T.exp() - distance_T - 1.0
-        loss_T = loss_T + kl_beta * kl_T
-    if entropy_weight:
-        surprise_T = (ratio_T * (current_T + entropy_T)).detach()
-        loss_T = loss_T + entropy_weight * surprise_T * (current_T - current_T.detach())
+        loss_T = loss_T + rule.kl_beta * kl_T
+    if rule.entropy_weight:
+        loss_T = loss_T + rule.entropy_weight * _entropy_loss(current_T, ratio_T, entropy_T)
     return Objective(loss_T, ratio_T.detach(), (bound_T < free_T).detach(), kl_T.detach())
+
+
+def _entropy_loss(current_T: Tensor, ratio_T: Tensor, entropy_T: Tensor) -> Tensor:
+    """Return zeros whose gradient is the score-function estimate of the gradient of -entropy.
+
+    gradient = ratio * (current + entropy) * (gradient of current): the logprob itself, with its mean as the baseline
+    """
+    surprise_T = (ratio_T * (current_T + entropy_T)).detach()
+    return surprise_T * (current_T - current_T.detach())

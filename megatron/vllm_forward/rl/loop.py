@@ -158,24 +158,14 @@ class GrpoLoop:
 
     def _loss(self, sums: ObjectiveSums) -> RowLoss:
         """Build the loss of a row; it adds what it sees to `sums`."""
-        settings = self.settings
+        rule = self.settings.rule
 
         def loss(row: Row, logprob_T: Tensor, entropy_T: Tensor) -> Tensor:
             # A baseline may give a sampled token no probability at all; there is no ratio then, and no gradient.
             counted_T = row.sampled_T & row.old_logprob_T.isfinite()
             reference_T = self.reference(row).to(logprob_T.device)[counted_T] if self.reference else None
-            objective = clipped_objective(
-                logprob_T[counted_T],
-                row.old_logprob_T[counted_T],
-                row.advantage_T[counted_T],
-                row.weight_T[counted_T],
-                clip_lower=settings.clip_lower,
-                clip_upper=settings.clip_upper,
-                kl_beta=settings.kl_beta,
-                reference_T=reference_T,
-                entropy_weight=settings.entropy_weight,
-                entropy_T=entropy_T[counted_T],
-            )
+            values = (logprob_T, row.old_logprob_T, row.advantage_T, row.weight_T, entropy_T)
+            objective = clipped_objective(rule, *(value_T[counted_T] for value_T in values), reference_T)
             sums.add(objective, row.weight_T[counted_T])
             return objective.loss_T.sum()
 

@@ -4,6 +4,7 @@
 import argparse
 from dataclasses import dataclass
 
+from megatron.vllm_forward.rl.grpo import ObjectiveRule
 from vllm_forward_bridge.rollout.protocol import SamplingParams
 
 
@@ -25,6 +26,16 @@ class GrpoSettings:
     """Weight of the KL to the policy that the run started from; 0 leaves it out."""
     entropy_weight: float = 0.0
     """Weight of an entropy bonus; 0 leaves it out."""
+
+    @property
+    def rule(self) -> ObjectiveRule:
+        """Return the numbers of the objective."""
+        return ObjectiveRule(
+            clip_lower=self.clip_lower,
+            clip_upper=self.clip_upper,
+            kl_beta=self.kl_beta,
+            entropy_weight=self.entropy_weight,
+        )
 
     def __post_init__(self) -> None:
         problems = [
