@@ -74,7 +74,9 @@ class Attention(SelfAttention):
     ) -> None:
         model = bridge.model
         qkv = partial(QkvLinear, bridge=bridge, num_groups=model.num_key_value_heads, head_dim=model.head_dim)
-        proj = partial(_named_linear, bridge=bridge, named="o_proj", format=bridge.format_of(layer_number, "o_proj"))
+        proj = partial(
+            _named_linear, bridge=bridge, named="o_proj", split=-1, format=bridge.format_of(layer_number, "o_proj")
+        )
         parts = SelfAttentionSubmodules(
             linear_qkv=_without_name(qkv), core_attention=partial(CoreAttention, bridge=bridge), linear_proj=proj
         )

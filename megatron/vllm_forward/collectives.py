@@ -10,10 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def _exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Do as `all_to_all_rows`, without autograd."""
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
     return received
+
+
+def sum_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's run of the sum of all ranks' rows; for backwards, summed in fp32 in rank order."""
+    counts = [rows.shape[0] // group.size()] * group.size()
+    parts = exchange_rows(rows, counts, counts, group).unflatten(0, (group.size(), -1))
+    return parts.float().sum(dim=0).to(rows.dtype)
 
 
 class _AllToAllRows(torch.autograd.Function):
@@ -22,11 +30,11 @@ class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.way_back = (receive, send, group)
-        return _exchange(rows, send, receive, group)
+        return exchange_rows(rows, send, receive, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
-        return _exchange(grad, *ctx.way_back), None, None, None
+        return exchange_rows(grad, *ctx.way_back), None, None, None
 
 
 class _GatherRows(torch.autograd.Function):
@@ -41,10 +49,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
-        ranks = ctx.group.size()
-        counts = [grad.shape[0] // ranks] * ranks
-        parts = _exchange(grad, counts, counts, ctx.group).unflatten(0, (ranks, -1))
-        return parts.float().sum(dim=0).to(grad.dtype), None
+        return sum_rows(grad, ctx.group), None
 
 
 def all_to_all_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules with deployment names: bf16 master parameters, and beside them the bytes that the forward reads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from megatron.vllm_forward.sharding import Shard
 from vllm_forward_bridge.quantization import RequantizeReport
 
 
@@ -22,6 +23,8 @@ class View:
     """Has the deployment dtype; writing into it writes into the module."""
     shape: tuple[int, ...]
     """Deployment shape; the alias may have another one with the same element order."""
+    shard: Shard | None = None
+    """What part of the deployment tensor the alias is; None: all of it."""
 
     def problems(self, source: Tensor) -> list[str]:
         """Say why a tensor cannot be copied here; nothing if it can."""
@@ -30,9 +33,16 @@ class View:
         wanted = f"{self.tensor.dtype} {list(self.shape)}"
         return [f"{self.name}: {source.dtype} {list(source.shape)}; {wanted} is needed, the format of the build"]
 
+    def write(self, source: Tensor) -> None:
+        """Copy this rank's part of a deployment tensor into the module."""
+        own = source if self.shard is None else self.shard.share(source)
+        self.tensor.copy_(own.reshape(self.tensor.shape))
+
     def read(self) -> Tensor:
-        """Return the deployment tensor, contiguous; it may alias the module."""
-        return self.tensor.detach().reshape(self.shape).contiguous()
+        """Return the deployment tensor, contiguous; it may alias the module. Collective if it is sharded."""
+        own = self.tensor.detach()
+        whole = own if self.shard is None else self.shard.whole(own)
+        return whole.reshape(self.shape).contiguous()
 
 
 class Deployed(nn.Module):
@@ -83,14 +93,17 @@ class Deployed(nn.Module):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Name every own parameter and byte buffer `prefix + name`; all are the same on every data-parallel rank."""
+        return self.named_shards({}, prefix, sharded_offsets, metadata)
+
+    def named_shards(
+        self, axes: Mapping[str, int], prefix: str, sharded_offsets: tuple, metadata: dict | None
+    ) -> ShardedStateDict:
+        """Name own tensors; those in `axes` are tensor-parallel shards along that axis, the others whole."""
+        own: dict[str, Tensor] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
+            own, prefix, dict(axes), sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
         )
 
     def deployment_views(self) -> Iterator[View]:
@@ -108,13 +121,52 @@ class Deployed(nn.Module):
         """Set the masters to the values of the bytes."""
 
 
+class Matrix(Deployed):
+    """A module with one master `weight` [..., N, K] and one weight format; base of linears and expert stacks."""
+
+    weight: nn.Parameter
+    # What part of the whole matrix the master is; None: all of it. Bytes are always whole.
+    shard: Shard | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the matrix that the bytes hold."""
+        shape = list(self.weight.shape)
+        if self.shard is not None:
+            shape[self.shard.dim] *= self.shard.size
+        return tuple(shape)
+
+    @property
+    def straight_through(self) -> nn.Parameter | None:
+        """The master that an op's backward uses; a shard has its own backward."""
+        return self.weight if self.shard is None else None
+
+    def whole_master(self) -> Tensor:
+        """Return the whole master, detached; collective if it is sharded."""
+        own = self.weight.detach()
+        return own if self.shard is None else self.shard.whole(own)
+
+    def set_master(self, whole: Tensor) -> None:
+        """Copy a whole matrix, or this rank's part of it, into the master."""
+        self.weight.data.copy_(whole if self.shard is None else self.shard.share(whole))
+
+
 class Parameters(Deployed):
     """A module whose deployment tensors are its bf16 parameters themselves."""
+
+    shard: Shard | None = None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Name the parameters, as shards if they are."""
+        axes = {} if self.shard is None else {name: self.shard.dim for name, _ in self.named_parameters(recurse=False)}
+        return self.named_shards(axes, prefix, sharded_offsets, metadata)
 
     def deployment_views(self) -> Iterator[View]:
         """Yield each own parameter under its own name."""
         for name, parameter in self.named_parameters(recurse=False):
-            yield View(name, parameter.data, tuple(parameter.shape))
+            yield View(name, parameter.data, tuple(parameter.shape), self.shard)
 
 
 def sum_reports(reports: Iterator[RequantizeReport]) -> RequantizeReport:

@@ -20,9 +20,7 @@ _FIXED: dict[str, tuple[tuple, str]] = {
     "add_qkv_bias": ((False,), "the linears have no bias"),
     "fp8": ((None,), "formats come from the deployment's quantisation map, not from Megatron's arguments"),
     "fp4": ((None,), "formats come from the deployment's quantisation map, not from Megatron's arguments"),
-    "tensor_model_parallel_size": ((1,), "tensor parallelism by gathered inputs is not part of this version"),
-    "expert_tensor_parallel_size": ((None, 1), "an expert is whole on its rank"),
-    "sequence_parallel": ((False,), "it belongs to tensor parallelism"),
+    "expert_tensor_parallel_size": ((None, 1), "an expert is whole on its rank: pass --expert-tensor-parallel-size 1"),
     "virtual_pipeline_model_parallel_size": ((None, 1), "interleaved pipelines are not part of this version"),
     "moe_permute_fusion": ((False,), "rows keep their (token, slot) place instead of being permuted"),
     "moe_shared_expert_overlap": ((False,), "the shared expert is added after the combine"),
@@ -137,8 +135,20 @@ def _format_problems(bridge: Bridge) -> Iterator[str]:
 
 def _layout_problems(model: ModelConfig, config: TransformerConfig) -> Iterator[str]:
     experts, context = config.expert_model_parallel_size, config.context_parallel_size
+    tensor = config.tensor_model_parallel_size
+    if config.sequence_parallel != (tensor > 1):
+        yield (
+            f"sequence_parallel is {config.sequence_parallel} with tensor_model_parallel_size {tensor}; a rank "
+            "multiplies its own token rows: pass --sequence-parallel with tensor parallelism, and only then"
+        )
     if model.n_routed_experts % experts:
         yield f"{model.n_routed_experts} experts do not divide by expert_model_parallel_size {experts}"
-    for name, count in (("mamba heads", model.mamba_num_heads), ("mamba groups", model.n_groups)):
-        if count % context:
-            yield f"{count} {name} do not divide by context_parallel_size {context}"
+    for name, count, size in (
+        ("mamba heads", model.mamba_num_heads, tensor * context),
+        ("mamba groups", model.n_groups, tensor * context),
+        ("KV heads", model.num_key_value_heads, tensor),
+        ("rows of the vocabulary", model.vocab_size, tensor),
+        ("shared-expert channels", model.moe_shared_expert_intermediate_size, tensor),
+    ):
+        if count % size:
+            yield f"{count} {name} do not divide by {size} ranks of tensor and context parallelism"

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron.vllm_forward.bridge import Bridge
@@ -22,9 +22,10 @@ from megatron.vllm_forward.deployed import Deployed, View, empty_parameter
 from megatron.vllm_forward.linear import Linear
 from megatron.vllm_forward.norm import GatedRmsNorm
 from megatron.vllm_forward.packing import PackedTokens
+from megatron.vllm_forward.sharding import Shard
 
 _CHECKPOINT_KEYS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
-_SPLIT_TENSORS = ("weight", "fp8_codes", "nvfp4_codes", "nvfp4_block_scale")
+_SPLIT_BYTES = ("fp8_codes", "nvfp4_codes", "nvfp4_block_scale")
 
 
 class MambaMixer(Deployed):
@@ -49,30 +50,36 @@ class MambaMixer(Deployed):
         self.layer_number = layer_number
         self.model = model
         self.context_size = pg_collection.cp.size()
+        # A tensor-parallel rank has its share of heads and groups.
+        ranks = pg_collection.tp.size()
+        self.sections = {name: size // ranks for name, size in model.mamba_sections.items()}
+        self.conv_sections = {name: size // ranks for name, size in model.conv_sections.items()}
         linear = {"config": config, "bridge": bridge, "tp_group": pg_collection.tp}
-        rows = sum(model.mamba_sections.values())
+        sections = tuple(model.mamba_sections.values())
         self.in_proj = Linear(
-            d_model, rows, init_method=config.init_method, name="in_proj",
+            d_model, sum(sections), init_method=config.init_method, name="in_proj", split=0, sections=sections,
             format=bridge.format_of(layer_number, "in_proj"), **linear,
         )  # fmt: skip
         self._make_parameters()
         self.norm = GatedRmsNorm(
             config=config, size=model.mamba_inner_size, group_size=model.mamba_inner_size // model.n_groups,
-            eps=model.norm_eps, bridge=bridge,
+            eps=model.norm_eps, bridge=bridge, tp_group=pg_collection.tp,
         )  # fmt: skip
         self.out_proj = Linear(
-            model.mamba_inner_size, d_model, init_method=config.output_layer_init_method, name="out_proj",
+            model.mamba_inner_size, d_model, init_method=config.output_layer_init_method, name="out_proj", split=-1,
             format=bridge.format_of(layer_number, "out_proj"), **linear,
         )  # fmt: skip
 
     def _make_parameters(self) -> None:
         model, dtype = self.model, self.config.params_dtype
-        channels = sum(model.conv_sections.values())
+        channels, heads = sum(self.conv_sections.values()), self.sections["dt"]
         self.conv1d_weight = empty_parameter(channels, 1, model.conv_kernel, dtype=dtype)
         self.conv1d_bias = empty_parameter(channels, dtype=dtype)
-        self.dt_bias = empty_parameter(model.mamba_num_heads, dtype=dtype)
-        self.A_log = empty_parameter(model.mamba_num_heads, dtype=dtype)
-        self.D = empty_parameter(model.mamba_num_heads, dtype=dtype)
+        self.dt_bias = empty_parameter(heads, dtype=dtype)
+        self.A_log = empty_parameter(heads, dtype=dtype)
+        self.D = empty_parameter(heads, dtype=dtype)
+        for parameter in self.parameters(recurse=False):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         if self.config.perform_initialization:
             with get_cuda_rng_tracker().fork(), torch.no_grad():
                 bound = 1 / math.sqrt(model.conv_kernel)
@@ -96,9 +103,8 @@ class MambaMixer(Deployed):
     ) -> tuple[Tensor, None]:
         """Mix packed tokens; the second value is the bias that Megatron expects."""
         projected, _ = self.in_proj(hidden_T1H)
-        inner, heads = self.model.mamba_inner_size, self.model.mamba_num_heads
-        rows = projected.squeeze(1)
-        z, xBC, dt = rows.split((inner, rows.shape[1] - inner - heads, heads), dim=1)
+        sizes = (self.sections["z"], sum(self.conv_sections.values()), self.sections["dt"])
+        z, xBC, dt = projected.squeeze(1).split(sizes, dim=1)
         mix = self._mix_whole_sequences if self.context_size == 1 else self._mix_by_heads
         y_TD = mix(xBC.contiguous(), dt.contiguous(), packed_seq_params)
         out, _ = self.out_proj(self.norm(y_TD, z.contiguous()).unsqueeze(1))
@@ -130,10 +136,10 @@ class MambaMixer(Deployed):
         sections = [
             section.chunk(ranks)
             for section in torch.arange(self.conv1d_bias.shape[0], device=device).split(
-                list(self.model.conv_sections.values())
+                list(self.conv_sections.values())
             )
         ]
-        heads = torch.arange(self.model.mamba_num_heads, device=device).chunk(ranks)
+        heads = torch.arange(self.sections["dt"], device=device).chunk(ranks)
         return [(torch.cat([section[rank] for section in sections]), heads[rank]) for rank in range(ranks)]
 
     def _convolve_and_scan(
@@ -156,26 +162,28 @@ class MambaMixer(Deployed):
         """Yield the parameters that are not a linear's or a norm's."""
         for name in ("A_log", "D", "dt_bias"):
             parameter = getattr(self, name)
-            yield View(name, parameter.data, tuple(parameter.shape))
+            yield View(name, parameter.data, tuple(parameter.shape), self._shard(()))
         for name, deployed in _CHECKPOINT_KEYS.items():
             parameter = getattr(self, name)
-            yield View(deployed, parameter.data, tuple(parameter.shape))
+            shard = self._shard(tuple(self.model.conv_sections.values()))
+            yield View(deployed, parameter.data, tuple(parameter.shape), shard)
+
+    def _shard(self, sections: tuple[int, ...]) -> Shard | None:
+        return Shard(self.tp_group, 0, sections) if self.tp_group.size() > 1 else None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Name tensors as Megatron's mixer does: packed rows are split into z, x, B, C and dt."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own = make_sharded_tensors_for_checkpoint(
-            dict(self.named_parameters(recurse=False)), prefix, {}, sharded_offsets,
-            tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
+        axes = {name: 0 for name, _ in self.named_parameters(recurse=False)}
+        own = self.named_shards(axes, prefix, sharded_offsets, metadata)
         for name, module in self.named_children():
             own.update(module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata))
         for name, key in _CHECKPOINT_KEYS.items():
             own[f"{prefix}{name}"].key = f"{prefix}{key}"
-        split = {f"{prefix}{name}": self.model.conv_sections for name in _CHECKPOINT_KEYS}
-        split |= {f"{prefix}in_proj.{name}": self.model.mamba_sections for name in _SPLIT_TENSORS}
+        split = {f"{prefix}{name}": self.conv_sections for name in _CHECKPOINT_KEYS}
+        split |= {f"{prefix}in_proj.{name}": self.model.mamba_sections for name in _SPLIT_BYTES}
+        split[f"{prefix}in_proj.weight"] = self.sections
         for name, sections in split.items():
             if name in own:
                 own[name] = _split_tensor_factory(own[name], list(sections.values()), list(sections), 0)

@@ -43,6 +43,7 @@ from megatron.vllm_forward.coverage import check_coverage
 from megatron.vllm_forward.limits import check_build
 from megatron.vllm_forward.output import OutputLayer, Sampling, plain_sampling
 from megatron.vllm_forward.packing import to_packed
+from megatron.vllm_forward.sharding import all_rows, own_rows
 from megatron.vllm_forward.versions import deployed_modules, mark_bytes_current, mark_masters_changed
 
 
@@ -121,11 +122,18 @@ class BridgedModel(HybridModel):
             return hidden_sbH
         if labels is None:
             logits_sbV, _ = self.output_layer(hidden_sbH)
-            return logits_sbV.transpose(0, 1).contiguous()
-        rows = (plain_sampling(labels) if sampling is None else sampling).rows()
-        logprob_T, entropy_T = self.output_layer.logprob(to_packed(hidden_sbH).squeeze(1), labels.flatten(), rows)
+            return self._rows_of_all(logits_sbV).transpose(0, 1).contiguous()
+        rows = (labels.flatten(), *(plain_sampling(labels) if sampling is None else sampling).rows())
+        token_ids, *sampled = (own_rows(row, self.pg_collection.tp) for row in rows)
+        logprob_t, entropy_t = self.output_layer.logprob(to_packed(hidden_sbH).squeeze(1), token_ids, sampled)
+        logprob_T, entropy_T = self._rows_of_all(logprob_t), self._rows_of_all(entropy_t)
         loss = -logprob_T.view(labels.shape)
         return (loss, entropy_T.view(labels.shape)) if with_entropy else loss
+
+    def _rows_of_all(self, rows: Tensor) -> Tensor:
+        """Return the rows of all tensor-parallel ranks; each of them goes on with the same loss."""
+        group = self.pg_collection.tp
+        return rows if group.size() == 1 else all_rows(rows, group)
 
     def _check_call(self, inference: Any, expert_ids: Tensor | None) -> None:
         if inference is not None:

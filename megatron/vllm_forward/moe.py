@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -20,7 +25,7 @@ from torch import Tensor, nn
 
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.collectives import all_to_all_rows
-from megatron.vllm_forward.deployed import Deployed, View, empty_parameter
+from megatron.vllm_forward.deployed import Deployed, Matrix, View, empty_parameter
 from megatron.vllm_forward.formats import Nvfp4
 from megatron.vllm_forward.linear import Linear
 from megatron.vllm_forward.packing import PackedTokens
@@ -40,7 +45,8 @@ class Router(Deployed):
         self.weight = empty_parameter(model.n_routed_experts, model.hidden_size, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
         if config.perform_initialization:
-            with get_cuda_rng_tracker().fork():
+            # Every tensor-parallel rank has the whole router, and must start from the same one.
+            with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
                 config.init_method(self.weight)
         device = self.weight.device
         if self.is_f32:
@@ -84,7 +90,7 @@ class Router(Deployed):
             self.weight.data.copy_(self.weight_f32)
 
 
-class ExpertWeight(Deployed):
+class ExpertWeight(Matrix):
     """One projection of all experts of this rank, stacked; other ranks of the expert-parallel group hold the rest."""
 
     def __init__(
@@ -103,7 +109,8 @@ class ExpertWeight(Deployed):
         num_experts, *matrix = shape
         self.weight = empty_parameter(num_experts // self.ep_group.size(), *matrix, dtype=config.params_dtype)
         # Megatron reduces the gradients of such parameters over the ranks that hold the same experts.
-        self.weight.allreduce = self.ep_group.size() == 1
+        self.weight.allreduce = self.ep_group.size() == 1 and pgs.tp.size() == 1
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         if config.perform_initialization:
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 for expert in self.weight.data:
@@ -220,13 +227,19 @@ class SharedExpert(MegatronModule):
         names = {"linear_fc1": "shared_experts.up_proj", "linear_fc2": "shared_experts.down_proj"}
         formats = {part: bridge.format_of(layer_number, name) for part, name in names.items()}
         self.linear_fc1 = linear(
-            hidden, width, init_method=config.init_method, name=names["linear_fc1"], format=formats["linear_fc1"]
+            hidden,
+            width,
+            init_method=config.init_method,
+            name=names["linear_fc1"],
+            split=0,
+            format=formats["linear_fc1"],
         )
         self.linear_fc2 = linear(
             width,
             hidden,
             init_method=config.output_layer_init_method,
             name=names["linear_fc2"],
+            split=-1,
             format=formats["linear_fc2"],
         )
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMS norms with Megatron's constructors: the one before a mixer, and the gated one inside the Mamba mixer."""
 
+from typing import Any
+
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.deployed import Parameters, empty_parameter
+from megatron.vllm_forward.sharding import Shard
 
 
 class RmsNorm(Parameters):
@@ -26,14 +30,22 @@ class RmsNorm(Parameters):
 
 
 class GatedRmsNorm(Parameters):
-    """The Mamba mixer's norm: gate first, statistics within a group, cast, then the weight."""
+    """The Mamba mixer's norm: gate first, statistics within a group, cast, then the weight.
 
-    def __init__(self, *, config: TransformerConfig, size: int, group_size: int, eps: float, bridge: Bridge) -> None:
+    A tensor-parallel rank has whole groups.
+    """
+
+    def __init__(
+        self, *, config: TransformerConfig, size: int, group_size: int, eps: float, bridge: Bridge, tp_group: Any
+    ) -> None:
         super().__init__()
+        self.tp_group = tp_group
+        self.shard = Shard(tp_group, 0) if tp_group.size() > 1 else None
         self.eps = eps
         self.group_size = group_size
         self.kernels = bridge.kernels
-        self.weight = empty_parameter(size, dtype=config.params_dtype)
+        self.weight = empty_parameter(size // tp_group.size(), dtype=config.params_dtype)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         torch.nn.init.ones_(self.weight)
 
     def forward(self, y_TD: Tensor, gate_TD: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 
 # Legend: T tokens, H hidden, V vocab, B batch, S sequence.
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from megatron.vllm_forward.bridge import Bridge
 from megatron.vllm_forward.linear import Linear
+from megatron.vllm_forward.sharding import shard_gradients, whole_rows_product
+from vllm_forward_bridge.ops.gradients import product as multiply
+from vllm_forward_bridge.ops.gradients import wide
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,25 @@ class OutputLayer(Linear):
     def __init__(self, *, config: TransformerConfig, bridge: Bridge, tp_group: Any) -> None:
         super().__init__(
             bridge.model.hidden_size, bridge.model.vocab_size, config=config, init_method=config.init_method,
-            bridge=bridge, name="lm_head", format=bridge.model.quantization.format_of("lm_head"), tp_group=tp_group,
+            bridge=bridge, name="lm_head", split=0, tp_group=tp_group,
+            format=bridge.model.quantization.format_of("lm_head"),
         )  # fmt: skip
         self.chunk_tokens = bridge.config.forward.logprob_chunk_tokens
 
-    def logprob(
-        self, hidden_TH: Tensor, token_ids_T: Tensor, sampling: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def product(self, x_TK: Tensor) -> Tensor:
+        """Return all logits of own rows; a tensor-parallel rank's master is a share of the vocabulary."""
+        self.check_current()
+        if self.shard is None:
+            return self.whole_product(x_TK)
+        return whole_rows_product(x_TK, self.weight, self.shard, self.whole_product)
+
+    def gradients(self, grad_TV: Tensor, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (grad_x, fp32 gradient of the master)."""
+        if self.shard is not None:
+            return shard_gradients(self.shard, grad_TV, x_TH, self.weight)
+        return multiply(grad_TV, self.weight, x_TH.dtype), wide(grad_TV.t()) @ wide(x_TH)
+
+    def logprob(self, hidden_TH: Tensor, token_ids_T: Tensor, sampling: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return (logprob_T fp32, entropy_T fp32) of given tokens; the entropy carries no gradient.
 
         Chunking over tokens changes memory, never bits: every row of logits is independent of the others.
@@ -89,8 +105,9 @@ class _ChunkedLogprob(torch.autograd.Function):
             with torch.enable_grad():
                 logprob = layer.kernels.logprob(logits, token_ids, *sampling)
             (grad_logits,) = torch.autograd.grad(logprob, logits, grad.contiguous())
-            grad_hidden.append((grad_logits.float() @ weight_VH.float()).to(hidden.dtype))
-            grad_weight += grad_logits.float().t() @ hidden.float()
+            grad_part, grad_weight_part = layer.gradients(grad_logits, hidden)
+            grad_hidden.append(grad_part)
+            grad_weight += grad_weight_part
         return torch.cat(grad_hidden), grad_weight.to(weight_VH.dtype), None, *(None for _ in rows)
 
 

@@ -9,7 +9,10 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+
+from megatron.vllm_forward.sharding import own_rows
 
 
 @dataclass
@@ -76,23 +79,35 @@ class PackedTokens(PackedSeqParams):
 def packed_tokens(
     hidden_sbH: Tensor,
     packed_seq_params: PackedSeqParams | None,
-    context_group: dist.ProcessGroup,
+    groups: ProcessGroupCollection,
     expert_ids_TLk: Tensor | None = None,
 ) -> PackedTokens:
     """Describe the rows of `[s, b, h]` activations after they were made sequence-contiguous.
 
     Raises:
-        ValueError: packed parameters are not thd, or come with a batch dim other than 1.
+        ValueError: the layout does not take this batch; or packed parameters are not thd, come with a batch dim other
+            than 1, or cut a sample as a whole.
     """
     num_tokens, batch = hidden_sbH.shape[:2]
-    context_size = context_group.size()
+    context_size, tensor_size = groups.cp.size(), groups.tp.size()
+    if tensor_size > 1 and batch != 1:
+        raise ValueError(
+            f"the batch dim is {batch} with tensor-parallel size {tensor_size}; only 1 is accepted, because "
+            "ranks share out runs of one packed row of tokens: pass --micro-batch-size 1"
+        )
     if packed_seq_params is None:
-        length = num_tokens * context_size
+        length = num_tokens * context_size * tensor_size
         ends = torch.arange(batch + 1, dtype=torch.int32, device=hidden_sbH.device) * length
     elif packed_seq_params.qkv_format != "thd" or batch != 1:
         raise ValueError(
             f"packed_seq_params has format {packed_seq_params.qkv_format!r} and the batch dim is {batch}; "
             "only 'thd' with batch 1 is accepted, because rows are packed by cu_seqlens alone"
+        )
+    elif context_size > 1 and packed_seq_params.tokens_per_sample is not None:
+        raise ValueError(
+            f"documents of a sample of {packed_seq_params.tokens_per_sample} tokens are packed with context-parallel "
+            f"size {context_size}; only sequences that are cut one by one are accepted, because a rank must know which rows "
+            "it holds: leave out --dataloader-inter-document-masking"
         )
     else:
         padded = packed_seq_params.cu_seqlens_q_padded
@@ -101,8 +116,8 @@ def packed_tokens(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
-        context_group=context_group if context_size > 1 else None,
-        expert_ids_TLk=expert_ids_TLk,
+        context_group=groups.cp if context_size > 1 else None,
+        expert_ids_TLk=None if expert_ids_TLk is None else own_rows(expert_ids_TLk, groups.tp),
     )
 
 

@@ -46,7 +46,7 @@ class BridgedStack(HybridStack):
         """Run the layers of this stage on `[s, b, h]` activations and return `[s, b, h]`."""
         # attention_mask is a dataset's causal mask; cu_seqlens say the same.
         received = hidden_states if self.pre_process else self.input_tensor
-        tokens = packed_tokens(received, packed_seq_params, self.pg_collection.cp, expert_ids_TLk)
+        tokens = packed_tokens(received, packed_seq_params, self.pg_collection, expert_ids_TLk)
         rows_T1H = to_packed(received)
         if not self.pre_process:
             self.set_input_tensor(rows_T1H)

@@ -10,9 +10,10 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
-from megatron.vllm_forward.bridge import DeployedTensor, layer_name
+from megatron.vllm_forward.bridge import layer_name
 from megatron.vllm_forward.deployed import Deployed, View
 from megatron.vllm_forward.norm import RmsNorm
+from megatron.vllm_forward.sharding import Shard
 from megatron.vllm_forward.versions import deployed_modules, mark_bytes_current, mark_masters_changed, unwrapped
 from vllm_forward_bridge.checkpoint.repository import Repository
 from vllm_forward_bridge.quantization import bytes_digest
@@ -54,7 +55,7 @@ def load_deployment(
     mark_masters_changed(model_chunks)
     with torch.no_grad():
         for name, view in views.items():
-            view.tensor.copy_(tensors[name].reshape(view.tensor.shape))
+            view.write(tensors[name])
         for module in deployed_modules(model_chunks):
             module.restore_masters()
     mark_bytes_current(model_chunks)
@@ -78,7 +79,9 @@ def deployment_tensors(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str,
         owners = [rank for rank, names in enumerate(held) if name in names]
         if not owners:
             raise RuntimeError(f"no rank holds {name}; the model was built for another repository: build it again")
-        yield name, _from_owner(views.get(name), spec, owners[0], len(owners) < group.size(), device, group)
+        # Every holder reads: a tensor-parallel shard is gathered among them.
+        tensor = views[name].read() if name in views else torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        yield name, tensor if len(owners) == group.size() else _broadcast(tensor, owners[0], device, group)
 
 
 def deployment_digest(model_chunks: Sequence[nn.Module]) -> str:
@@ -86,22 +89,11 @@ def deployment_digest(model_chunks: Sequence[nn.Module]) -> str:
     return bytes_digest(deployment_tensors(model_chunks))
 
 
-def _from_owner(
-    view: View | None,
-    spec: DeployedTensor,
-    owner: int,
-    must_travel: bool,
-    device: torch.device,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    if not must_travel:
-        return view.read()
-    mine = view is not None and owner == group.rank()
+def _broadcast(tensor: Tensor, owner: int, device: torch.device, group: dist.ProcessGroup) -> Tensor:
     # Float8 has no collective; bytes do.
-    tensor = view.read() if mine else torch.empty(spec.shape, dtype=spec.dtype, device=device)
     raw = tensor.reshape(-1).view(torch.uint8).to(device)
     dist.broadcast(raw, dist.get_global_rank(group, owner), group=group)
-    return raw.view(spec.dtype).reshape(spec.shape)
+    return raw.view(tensor.dtype).reshape(tensor.shape)
 
 
 def _local_views(model_chunks: Sequence[nn.Module]) -> dict[str, View]:
@@ -119,7 +111,9 @@ def _local_views(model_chunks: Sequence[nn.Module]) -> dict[str, View]:
 def _model_views(model: nn.Module) -> Iterator[View]:
     if model.pre_process:
         weight = model.embedding.word_embeddings.weight.data
-        yield View("backbone.embeddings.weight", weight, tuple(weight.shape))
+        tp_group = model.pg_collection.tp
+        shard = Shard(tp_group, 0) if tp_group.size() > 1 else None
+        yield View("backbone.embeddings.weight", weight, tuple(weight.shape), shard)
     for layer in model.decoder.layers:
         yield from _layer_views(layer)
     if model.post_process:

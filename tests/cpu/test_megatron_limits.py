@@ -48,7 +48,8 @@ def test_a_build_inside_the_contract_passes(bridge):
 
 def test_every_violation_is_listed_at_once(bridge):
     wrong = settings(
-        bridge.model, params_dtype=torch.float32, hidden_dropout=0.1, tensor_model_parallel_size=2, fp8="e4m3",
+        bridge.model, params_dtype=torch.float32, hidden_dropout=0.1, tensor_model_parallel_size=3, fp8="e4m3",
+        expert_tensor_parallel_size=3,
         moe_permute_fusion=True, expert_model_parallel_size=3, context_parallel_size=4, hidden_size=256,
         recompute_granularity="selective", recompute_modules=["moe", "layernorm"],
     )  # fmt: skip
@@ -56,9 +57,11 @@ def test_every_violation_is_listed_at_once(bridge):
     with pytest.raises(ValueError, match="outside the contract") as raised:
         check_build(bridge, wrong, 1408, keywords)
     expected = (
-        "params_dtype is torch.float32", "hidden_dropout is 0.1", "tensor_model_parallel_size is 2", "fp8 is 'e4m3'",
+        "params_dtype is torch.float32", "hidden_dropout is 0.1", "expert_tensor_parallel_size is 3", "fp8 is 'e4m3'",
         "moe_permute_fusion is True", "'layernorm'", "hidden_size is 256", "vocab_size is 1408", "'MEM-E/ME'", "'rope'",
-        "8 experts do not divide by expert_model_parallel_size 3", "2 mamba groups do not divide",
+        "8 experts do not divide by expert_model_parallel_size 3", "sequence_parallel is False",
+        "16 mamba heads do not divide by 12 ranks", "2 mamba groups do not divide by 12 ranks",
+        "2 KV heads do not divide by 3 ranks", "1280 rows of the vocabulary do", "256 shared-expert channels do not",
     )  # fmt: skip
     assert [part for part in expected if part not in str(raised.value)] == []
     assert str(raised.value).count("\n  - ") == len(expected)

@@ -14,6 +14,8 @@ REPOSITORY, OUT = Path(sys.argv[1]), Path(sys.argv[2])
 LENGTHS = (40, 16, 24)
 LAYOUTS = {
     "dp": [],
+    "overlap": ["--overlap-grad-reduce", "--overlap-param-gather"],
+    "tp": ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"],
     "ep": ["--expert-model-parallel-size", "2"],
     "pp": ["--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "ME|M*E"],
     "cp": ["--context-parallel-size", "2"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert, pipeline, context and data parallelism on two processes: the logprob bits of one process, the same bytes."""
+"""Tensor, expert, pipeline, context and data parallelism on two processes: the bits and bytes of one process."""
 
 import os
 import socket
@@ -14,8 +14,10 @@ from vllm_forward_bridge.checkpoint.tiny import make_tiny_checkpoint
 from vllm_forward_bridge.parity.bits import assert_same_bits, same_bits
 
 pytestmark = pytest.mark.dist
-LAYOUTS = ("dp", "ep", "pp", "cp")
+LAYOUTS = ("dp", "overlap", "tp", "ep", "pp", "cp")
 NUM_LAYERS = 5
+# Rows of the tiny mixer that tensor parallelism shares out section by section.
+SECTIONS = {"in_proj.weight": [512, 512, 128, 128, 16], "conv1d": [512, 128, 128]}
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +76,37 @@ def test_all_ranks_export_the_same_bytes_and_an_idle_step_changes_none(ranks, la
     assert first["changed_blocks"] > 1000
 
 
-@pytest.mark.parametrize("layout", ["ep", "pp", "cp"])
+def test_tensor_parallelism_keeps_the_bits(ranks):
+    for rank in (0, 1):
+        assert_same_bits(losses(ranks[rank]["tp"]), losses(ranks[0]["dp"]), f"TP 2, rank {rank}")
+
+
+def test_an_overlapped_parameter_gather_gives_the_same_bytes(ranks):
+    assert ranks[0]["overlap"]["stepped"] == ranks[0]["dp"]["stepped"]
+    assert_same_bits(losses(ranks[1]["overlap"]), losses(ranks[1]["dp"]), "overlapped gathers")
+
+
+def share(whole, shape, name, rank):
+    """Return the part of a gradient that a rank's parameter has: half of its experts, or Megatron's shard."""
+    differs = [dim for dim, size in enumerate(shape) if size != whole.shape[dim]]
+    sections = next((sizes for part, sizes in SECTIONS.items() if part in name), None)
+    if not differs:
+        return whole
+    if sections is None:
+        return whole.chunk(2, dim=differs[0])[rank]
+    return torch.cat([section.chunk(2)[rank] for section in whole.split(sections)])
+
+
+@pytest.mark.parametrize("layout", ["tp", "ep", "pp", "cp"])
 def test_gradients_are_close_to_one_process(ranks, layout):
     # Expert parallelism trains on both batches, like data parallelism; the others on the first one alone.
     want = ranks[0]["dp"]["gradients" if layout == "ep" else "alone"]
     compared = set()
     for rank, seen in enumerate(ranks):
         for name, grad in seen[layout]["gradients"].items():
-            reference = want[name]
-            if layout == "ep" and ".experts." in name:
-                reference = reference.chunk(2)[rank]
-            # Rows arrive in other sums: one bf16 rounding (2^-8) for every layer that a gradient passes.
-            assert float((grad - reference).norm()) <= NUM_LAYERS * 2**-8 * float(reference.norm()), name
+            reference = share(want[name], grad.shape, name, rank)
+            # Rows arrive in other sums, before and after each mixer: two bf16 roundings (2^-8) for every layer passed.
+            assert float((grad - reference).norm()) <= NUM_LAYERS * 2 * 2**-8 * float(reference.norm()), name
             assert float(reference.norm()) > 0, name
             compared.add(name)
     assert compared == set(want)

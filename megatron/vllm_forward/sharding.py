@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism that never sums in a forward: masters are Megatron's shards, bytes are whole on every rank.
+
+With sequence parallelism a rank holds a run of token rows. It multiplies its own rows by the whole bytes of a matrix,
+so that no row knows of the layout; only heads and groups (convolution, scan, gated norm, attention) are split, by an
+exchange of rows for columns. The backward is Megatron's: each rank forms the gradient of its own shard.
+"""
+
+# Legend: t rank's own token rows, T rows of all ranks in order, K in features, N out features, k or n a rank's share.
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.vllm_forward.collectives import exchange_rows, sum_rows
+from vllm_forward_bridge.ops.gradients import linear_gradients, wide
+from vllm_forward_bridge.ops.gradients import product as multiply
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a whole tensor a rank's master is: an equal share of every section along `dim`."""
+
+    group: dist.ProcessGroup
+    dim: int
+    """0: rows of a matrix, Megatron's column-parallel. -1: columns, row-parallel."""
+    sections: tuple[int, ...] = ()
+    """Sizes along `dim` of parts that are shared out one by one; empty for one part."""
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self.group.size()
+
+    def share(self, whole: Tensor, rank: int | None = None) -> Tensor:
+        """Return the part of a rank, own by default; packed columns divide as well as plain ones."""
+        rank = self.group.rank() if rank is None else rank
+        parts = whole.split(self.sections, dim=self.dim) if self.sections else (whole,)
+        return torch.cat([part.chunk(self.size, dim=self.dim)[rank] for part in parts], dim=self.dim)
+
+    def whole(self, own: Tensor) -> Tensor:
+        """Return the whole tensor from every rank's part; a collective call."""
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own.contiguous(), group=self.group)
+        sections = [section // self.size for section in self.sections] or [own.shape[self.dim]]
+        by_section = zip(*(part.split(sections, dim=self.dim) for part in parts), strict=True)
+        return torch.cat([shared for section in by_section for shared in section], dim=self.dim)
+
+
+def rows_to_columns(rows_tN: Tensor, shard: Shard) -> Tensor:
+    """Give every rank its columns of all rows: [t, N] -> [T, n]."""
+    columns = Shard(shard.group, -1, shard.sections)
+    sent = torch.cat([columns.share(rows_tN, rank) for rank in range(shard.size)])
+    counts = [len(rows_tN)] * shard.size
+    return exchange_rows(sent, counts, counts, shard.group)
+
+
+def columns_to_rows(columns_Tn: Tensor, shard: Shard) -> Tensor:
+    """Undo `rows_to_columns`: [T, n] -> [t, N]."""
+    counts = [len(columns_Tn) // shard.size] * shard.size
+    parts = exchange_rows(columns_Tn, counts, counts, shard.group).chunk(shard.size)
+    sections = [section // shard.size for section in shard.sections] or [columns_Tn.shape[1]]
+    by_section = zip(*(part.split(sections, dim=1) for part in parts), strict=True)
+    return torch.cat([shared for section in by_section for shared in section], dim=1)
+
+
+def own_rows(rows_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's run of rows that all ranks have."""
+    return rows_T.chunk(group.size())[group.rank()]
+
+
+class _AllRows(torch.autograd.Function):
+    """An autograd.Function because a custom op cannot take a process group."""
+
+    @staticmethod
+    def forward(ctx, rows_t: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(rows_t, group)
+
+    @staticmethod
+    def backward(ctx, grad_T: Tensor) -> tuple:
+        # Every rank continues with the same rows, so each has the whole gradient already.
+        return own_rows(grad_T, ctx.group).contiguous(), None
+
+
+def all_rows(rows_t: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks, for a computation that every rank then repeats (a loss)."""
+    return _AllRows.apply(rows_t, group)
+
+
+def gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks in rank order, without autograd."""
+    out = rows.new_empty(len(rows) * group.size(), *rows.shape[1:])
+    dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
+    return out
+
+
+def shard_gradients(shard: Shard, grad_tN: Tensor, x_tK: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (grad_x_tK, fp32 gradient of this rank's rows of the weight) of y = x W^T on a rank's own rows."""
+    return column_gradients(shard, rows_to_columns(grad_tN, shard), x_tK, weight)
+
+
+def column_gradients(shard: Shard, grad_Tn: Tensor, x_tK: Tensor, weight_nK: Tensor) -> tuple[Tensor, Tensor]:
+    """Do as `shard_gradients` from gradients that are split by columns already."""
+    grad_x_tK = sum_rows(multiply(grad_Tn, weight_nK, x_tK.dtype), shard.group)
+    return grad_x_tK, wide(grad_Tn.t()) @ wide(gathered(x_tK, shard.group))
+
+
+def whole_rows_product(x_tK: Tensor, weight_nK: Tensor, shard: Shard, product: Product) -> Tensor:
+    """[t, K] -> [t, N]: whole bytes on own rows; the master is a share of the rows of W."""
+    return _WholeRowsProduct.apply(x_tK, weight_nK, shard, product)
+
+
+def column_product(x_tK: Tensor, weight_nK: Tensor, shard: Shard, product: Product) -> Tensor:
+    """[t, K] -> [T, n]: whole bytes on own rows, then own columns of all rows."""
+    return _ColumnProduct.apply(x_tK, weight_nK, shard, product)
+
+
+def row_product(x_Tk: Tensor, weight_Nk: Tensor, shard: Shard, product: Product) -> Tensor:
+    """[T, k] -> [t, N]: own rows with all columns, then whole bytes on them."""
+    return _RowProduct.apply(x_Tk, weight_Nk, shard, product)
+
+
+class _WholeRowsProduct(torch.autograd.Function):
+    """An autograd.Function because a custom op cannot take a process group."""
+
+    @staticmethod
+    def forward(ctx, x_tK: Tensor, weight_nK: Tensor, shard: Shard, product: Product) -> Tensor:
+        ctx.save_for_backward(x_tK, weight_nK)
+        ctx.shard = shard
+        return product(x_tK)
+
+    @staticmethod
+    def backward(ctx, grad_tN: Tensor) -> tuple:
+        x_tK, weight_nK = ctx.saved_tensors
+        grad_x, grad_weight = shard_gradients(ctx.shard, grad_tN, x_tK, weight_nK)
+        return grad_x, grad_weight.to(weight_nK.dtype), None, None
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """An autograd.Function because a custom op cannot take a process group."""
+
+    @staticmethod
+    def forward(ctx, x_tK: Tensor, weight_nK: Tensor, shard: Shard, product: Product) -> Tensor:
+        ctx.save_for_backward(x_tK, weight_nK)
+        ctx.shard = shard
+        return rows_to_columns(product(x_tK), shard)
+
+    @staticmethod
+    def backward(ctx, grad_Tn: Tensor) -> tuple:
+        x_tK, weight_nK = ctx.saved_tensors
+        grad_x, grad_weight = column_gradients(ctx.shard, grad_Tn, x_tK, weight_nK)
+        return grad_x, grad_weight.to(weight_nK.dtype), None, None
+
+
+class _RowProduct(torch.autograd.Function):
+    """An autograd.Function because a custom op cannot take a process group."""
+
+    @staticmethod
+    def forward(ctx, x_Tk: Tensor, weight_Nk: Tensor, shard: Shard, product: Product) -> Tensor:
+        ctx.save_for_backward(x_Tk, weight_Nk)
+        ctx.shard = shard
+        return product(columns_to_rows(x_Tk, shard))
+
+    @staticmethod
+    def backward(ctx, grad_tN: Tensor) -> tuple:
+        x_Tk, weight_Nk = ctx.saved_tensors
+        grad_TN = gathered(grad_tN, ctx.shard.group)
+        grad_x, grad_weight = linear_gradients(grad_TN, x_Tk, weight_Nk, needs_x=True, needs_weight=True)
+        return grad_x, grad_weight, None, None
