@@ -106,8 +106,8 @@ def packed_tokens(
     elif context_size > 1 and packed_seq_params.tokens_per_sample is not None:
         raise ValueError(
             f"documents of a sample of {packed_seq_params.tokens_per_sample} tokens are packed with context-parallel "
-            f"size {context_size}; only sequences that are cut one by one are accepted, because a rank must know which rows "
-            "it holds: leave out --dataloader-inter-document-masking"
+            f"size {context_size}; only sequences that are cut one by one are accepted, because a rank must know "
+            "which rows it holds: leave out --dataloader-inter-document-masking"
         )
     else:
         padded = packed_seq_params.cu_seqlens_q_padded
