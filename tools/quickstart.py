@@ -5,6 +5,7 @@ Example: python tools/quickstart.py --steps 50
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ from vllm_forward_bridge.checkpoint import convert_to_megatron, make_tiny_checkp
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "grpo_tiny"
 MODES = ("bridged", "baseline")
+# Tensors of the tiny model are too small to share; on a busy machine a second thread waits more than it computes.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 MISUSE = 2
 EXIT_DIFFERENT = 1
 
@@ -76,7 +79,8 @@ def _run(progress: Progress, mode: str, folder: Path, megatron: Path, steps: int
     records = read_journal(home / "journal.jsonl")
     if len(records) < steps:
         with (home / "log.txt").open("a") as log:
-            process = subprocess.Popen(_command(mode, home, megatron, steps), cwd=ROOT, stdout=log, stderr=log)
+            command, environment = _command(mode, home, megatron, steps), {**os.environ, **_ONE_THREAD}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
             try:
                 while process.poll() is None:
                     _show(progress, task, read_journal(home / "journal.jsonl"))
