@@ -39,6 +39,10 @@ class RolloutSection:
     """The engine that samples."""
 
     engine: str = "embedded"
+    own_process: bool = False
+    """The engine lives in a process of its own; weights reach it through shared memory."""
+    visible_devices: str = ""
+    """`CUDA_VISIBLE_DEVICES` of that process; empty: the trainer's."""
     max_num_seqs: int = 64
     token_budget: int = 256
     """Tokens a step at most; a longer prompt is prefilled in chunks."""
@@ -172,6 +176,11 @@ def _value_problems(config: Any) -> list[str]:
         value = getattr(getattr(config, section), key)
         if value < 1:
             problems.append(f"[{section}] {key} is {value}; it must be at least 1")
+    if config.rollout.visible_devices and not config.rollout.own_process:
+        problems.append(
+            f"[rollout] visible_devices is {config.rollout.visible_devices!r} without own_process; the trainer's "
+            "process sees the trainer's GPUs: set own_process = true"
+        )
     gate, baseline = config.gate, config.forward.mode == "baseline"
     rules = (
         (

@@ -42,12 +42,15 @@ def gated_rms_norm(y_TD: Tensor, gate_TD: Tensor, gain_D: Tensor, group_size: in
 
 def bf16_linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """Multiply by BLAS."""
-    return F.linear(x_TK, weight_NK)
+    if x_TK.is_cuda:
+        return F.linear(x_TK, weight_NK)
+    # Most CPUs multiply bf16 several times slower than fp32.
+    return F.linear(x_TK.float(), weight_NK.float()).to(x_TK.dtype)
 
 
 def fp8_linear(x_TK: Tensor, codes_NK: Tensor, weight_scale: Tensor, input_scale: Tensor, weight_NK: Tensor) -> Tensor:
     """Multiply by the dequantised weight; activations stay bf16."""
-    return F.linear(x_TK, _StraightThrough.apply(fp8_dequantize(codes_NK, weight_scale), weight_NK))
+    return bf16_linear(x_TK, _StraightThrough.apply(fp8_dequantize(codes_NK, weight_scale), weight_NK))
 
 
 def nvfp4_operands(codes: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +63,7 @@ def nvfp4_linear(
 ) -> Tensor:
     """Multiply by the dequantised weight."""
     value = nvfp4_dequantize(Nvfp4Bytes(codes, block_scale, global_scale))
-    return F.linear(x_TK, _StraightThrough.apply(value, weight_NK))
+    return bf16_linear(x_TK, _StraightThrough.apply(value, weight_NK))
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -102,8 +105,8 @@ def moe_experts(
     skipped = len(chosen) - sum(counts)
     parts = [x_TH.new_zeros(skipped, x_TH.shape[1])]
     for expert, places in enumerate(order[skipped:].split(counts)):
-        rows = F.linear(x_TH[places // slots], fc1[expert])
-        parts.append(F.linear(relu_squared(rows), fc2[expert]))
+        rows = bf16_linear(x_TH[places // slots], fc1[expert])
+        parts.append(bf16_linear(relu_squared(rows), fc2[expert]))
     return torch.cat(parts)[torch.argsort(order)].view(-1, slots, x_TH.shape[1])
 
 
@@ -187,7 +190,13 @@ def _sequences(rows: Tensor, cu_seqlens_S1: Tensor) -> tuple[Tensor, ...]:
 
 def _padded(rows: Tensor, cu_seqlens_S1: Tensor) -> Tensor:
     """Lay sequences side by side: [S, longest, ...]."""
-    return torch.nn.utils.rnn.pad_sequence(list(_sequences(rows, cu_seqlens_S1)), batch_first=True)
+    # Not pad_sequence: its backward copies the whole result once a sequence.
+    length_S = cu_seqlens_S1.diff()
+    num, longest, live = len(length_S), int(length_S.max()), int(cu_seqlens_S1[-1])
+    shift_S = torch.arange(num, device=rows.device) * longest - cu_seqlens_S1[:-1]
+    places_T = torch.arange(live, device=rows.device) + shift_S.repeat_interleave(length_S)
+    side_by_side = rows.new_zeros(num * longest, *rows.shape[1:]).index_copy(0, places_T, rows[:live])
+    return side_by_side.unflatten(0, (num, longest))
 
 
 def _unpadded(side_by_side: Tensor, cu_seqlens_S1: Tensor) -> Tensor:

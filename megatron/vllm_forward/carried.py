@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megatron.vllm_forward.bridge import Bridge
-from megatron.vllm_forward.deployed import View
+from megatron.vllm_forward.deployed import View, named_tensors
 
 CARRIED_PREFIX = "mtp."
 
@@ -39,10 +38,7 @@ class CarriedTensors(nn.Module):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Name the bytes of each tensor `carried.<deployment name>`."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        return make_sharded_tensors_for_checkpoint(
-            dict(self.contents), prefix, {}, sharded_offsets, tp_group=None, dp_cp_group=metadata["dp_cp_group"]
-        )
+        return named_tensors(self.contents, {}, prefix, sharded_offsets, metadata)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         destination.update({f"{prefix}{name}": bytes_ for name, bytes_ in self.contents.items()})

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -54,7 +55,6 @@ class Deployed(nn.Module):
     # Versions of the parameters and of the bytes derived from them; see versions.py.
     master_version = 0
     bytes_version = 0
-    tp_group = None
     # (version of the bytes, what a kernel reads in their place)
     made_operands: tuple[int, tuple[Tensor, ...]] | None = None
 
@@ -101,10 +101,7 @@ class Deployed(nn.Module):
         """Name own tensors; those in `axes` are tensor-parallel shards along that axis, the others whole."""
         own: dict[str, Tensor] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        return make_sharded_tensors_for_checkpoint(
-            own, prefix, dict(axes), sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
-        )
+        return named_tensors(own, axes, prefix, sharded_offsets, metadata)
 
     def deployment_views(self) -> Iterator[View]:
         """Yield an alias of each deployment tensor of this module."""
@@ -167,6 +164,18 @@ class Parameters(Deployed):
         """Yield each own parameter under its own name."""
         for name, parameter in self.named_parameters(recurse=False):
             yield View(name, parameter.data, tuple(parameter.shape), self.shard)
+
+
+def named_tensors(
+    own: Mapping[str, Tensor], axes: Mapping[str, int], prefix: str, sharded_offsets: tuple, metadata: dict | None
+) -> ShardedStateDict:
+    """Name tensors of a module for a distributed checkpoint; one rank of each group writes whole ones."""
+    # Megatron takes a missing group for the only rank, and two ranks would claim the same tensor.
+    group = parallel_state.get_tensor_model_parallel_group()
+    dp_cp_group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+    return make_sharded_tensors_for_checkpoint(
+        dict(own), prefix, dict(axes), sharded_offsets, tp_group=group, dp_cp_group=dp_cp_group
+    )
 
 
 def sum_reports(reports: Iterator[RequantizeReport]) -> RequantizeReport:

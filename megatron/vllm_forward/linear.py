@@ -44,7 +44,6 @@ class Linear(Matrix):
         super().__init__()
         self.name = name
         self.kernels = bridge.kernels
-        self.tp_group = tp_group
         self.shard = Shard(tp_group, split, sections) if tp_group.size() > 1 else None
         shape = [output_size, input_size]
         shape[split] //= tp_group.size()

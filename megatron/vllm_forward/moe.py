@@ -35,11 +35,10 @@ from vllm_forward_bridge.quantization import RequantizeReport, requantize_f32
 class Router(Deployed):
     """Sigmoid scores, fp32 bias for the choice alone, renormalised weights of the chosen."""
 
-    def __init__(self, *, config: TransformerConfig, bridge: Bridge, layer_number: int, tp_group: Any) -> None:
+    def __init__(self, *, config: TransformerConfig, bridge: Bridge, layer_number: int) -> None:
         super().__init__()
         model = bridge.model
         self.kernels = bridge.kernels
-        self.tp_group = tp_group
         self.is_f32 = bridge.router_is_f32(layer_number)
         self.top_k = model.num_experts_per_tok
         self.weight = empty_parameter(model.n_routed_experts, model.hidden_size, dtype=config.params_dtype)
@@ -259,7 +258,7 @@ class MoeLayer(MegatronModule):
         self.layer_number = layer_number
         self.factor = bridge.model.routed_scaling_factor
         self.recompute = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
-        self.router = Router(config=config, bridge=bridge, layer_number=layer_number, tp_group=pg_collection.tp)
+        self.router = Router(config=config, bridge=bridge, layer_number=layer_number)
         self.experts = Experts(config=config, bridge=bridge, pg_collection=pg_collection)
         self.shared_experts = SharedExpert(
             config=config, bridge=bridge, layer_number=layer_number, tp_group=pg_collection.tp

@@ -39,7 +39,6 @@ class GatedRmsNorm(Parameters):
         self, *, config: TransformerConfig, size: int, group_size: int, eps: float, bridge: Bridge, tp_group: Any
     ) -> None:
         super().__init__()
-        self.tp_group = tp_group
         self.shard = Shard(tp_group, 0) if tp_group.size() > 1 else None
         self.eps = eps
         self.group_size = group_size

@@ -10,6 +10,7 @@ exchange of rows for columns. The backward is Megatron's: each rank forms the gr
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -100,9 +101,9 @@ def gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def shard_gradients(shard: Shard, grad_tN: Tensor, x_tK: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (grad_x_tK, fp32 gradient of this rank's rows of the weight) of y = x W^T on a rank's own rows."""
-    return column_gradients(shard, rows_to_columns(grad_tN, shard), x_tK, weight)
+def shard_gradients(shard: Shard, grad_tN: Tensor, x_tK: Tensor, weight_nK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (grad_x_tK, fp32 gradient of this rank's rows of W) of y = x W^T on a rank's own rows."""
+    return column_gradients(shard, rows_to_columns(grad_tN, shard), x_tK, weight_nK)
 
 
 def column_gradients(shard: Shard, grad_Tn: Tensor, x_tK: Tensor, weight_nK: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,65 +112,42 @@ def column_gradients(shard: Shard, grad_Tn: Tensor, x_tK: Tensor, weight_nK: Ten
     return grad_x_tK, wide(grad_Tn.t()) @ wide(gathered(x_tK, shard.group))
 
 
+def row_gradients(shard: Shard, grad_tN: Tensor, x_Tk: Tensor, weight_Nk: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (grad_x_Tk, gradient of this rank's columns of W) from the gradients of own rows."""
+    grad_TN = gathered(grad_tN, shard.group)
+    return linear_gradients(grad_TN, x_Tk, weight_Nk, needs_x=True, needs_weight=True)
+
+
+class _Product(torch.autograd.Function):
+    """An autograd.Function because a custom op cannot take a process group."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, product: Product, gradients: Callable[..., tuple]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gradients = gradients
+        return product(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = ctx.gradients(grad, x, weight)
+        return grad_x, grad_weight.to(weight.dtype), None, None
+
+
 def whole_rows_product(x_tK: Tensor, weight_nK: Tensor, shard: Shard, product: Product) -> Tensor:
     """[t, K] -> [t, N]: whole bytes on own rows; the master is a share of the rows of W."""
-    return _WholeRowsProduct.apply(x_tK, weight_nK, shard, product)
+    return _Product.apply(x_tK, weight_nK, product, partial(shard_gradients, shard))
 
 
 def column_product(x_tK: Tensor, weight_nK: Tensor, shard: Shard, product: Product) -> Tensor:
     """[t, K] -> [T, n]: whole bytes on own rows, then own columns of all rows."""
-    return _ColumnProduct.apply(x_tK, weight_nK, shard, product)
+    return _Product.apply(
+        x_tK, weight_nK, lambda rows: rows_to_columns(product(rows), shard), partial(column_gradients, shard)
+    )
 
 
 def row_product(x_Tk: Tensor, weight_Nk: Tensor, shard: Shard, product: Product) -> Tensor:
     """[T, k] -> [t, N]: own rows with all columns, then whole bytes on them."""
-    return _RowProduct.apply(x_Tk, weight_Nk, shard, product)
-
-
-class _WholeRowsProduct(torch.autograd.Function):
-    """An autograd.Function because a custom op cannot take a process group."""
-
-    @staticmethod
-    def forward(ctx, x_tK: Tensor, weight_nK: Tensor, shard: Shard, product: Product) -> Tensor:
-        ctx.save_for_backward(x_tK, weight_nK)
-        ctx.shard = shard
-        return product(x_tK)
-
-    @staticmethod
-    def backward(ctx, grad_tN: Tensor) -> tuple:
-        x_tK, weight_nK = ctx.saved_tensors
-        grad_x, grad_weight = shard_gradients(ctx.shard, grad_tN, x_tK, weight_nK)
-        return grad_x, grad_weight.to(weight_nK.dtype), None, None
-
-
-class _ColumnProduct(torch.autograd.Function):
-    """An autograd.Function because a custom op cannot take a process group."""
-
-    @staticmethod
-    def forward(ctx, x_tK: Tensor, weight_nK: Tensor, shard: Shard, product: Product) -> Tensor:
-        ctx.save_for_backward(x_tK, weight_nK)
-        ctx.shard = shard
-        return rows_to_columns(product(x_tK), shard)
-
-    @staticmethod
-    def backward(ctx, grad_Tn: Tensor) -> tuple:
-        x_tK, weight_nK = ctx.saved_tensors
-        grad_x, grad_weight = column_gradients(ctx.shard, grad_Tn, x_tK, weight_nK)
-        return grad_x, grad_weight.to(weight_nK.dtype), None, None
-
-
-class _RowProduct(torch.autograd.Function):
-    """An autograd.Function because a custom op cannot take a process group."""
-
-    @staticmethod
-    def forward(ctx, x_Tk: Tensor, weight_Nk: Tensor, shard: Shard, product: Product) -> Tensor:
-        ctx.save_for_backward(x_Tk, weight_Nk)
-        ctx.shard = shard
-        return product(columns_to_rows(x_Tk, shard))
-
-    @staticmethod
-    def backward(ctx, grad_tN: Tensor) -> tuple:
-        x_Tk, weight_Nk = ctx.saved_tensors
-        grad_TN = gathered(grad_tN, ctx.shard.group)
-        grad_x, grad_weight = linear_gradients(grad_TN, x_Tk, weight_Nk, needs_x=True, needs_weight=True)
-        return grad_x, grad_weight, None, None
+    return _Product.apply(
+        x_Tk, weight_Nk, lambda columns: product(columns_to_rows(columns, shard)), partial(row_gradients, shard)
+    )

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import random
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,15 +18,20 @@ from vllm.utils import torch_utils
 from vllm.v1.attention.backends import utils as backend_utils
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor.interface import MoveDirectionality
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_forward_bridge import ops
+from vllm_forward_bridge.checkpoint import make_tiny_checkpoint, open_repository
 from vllm_forward_bridge.config import BridgeConfig, ModelSection
 from vllm_forward_bridge.ops import conv_cuda, ssd_cuda
 from vllm_forward_bridge.parity.bits import assert_same_bits
+from vllm_forward_bridge.quantization import bytes_digest
 from vllm_forward_bridge.rollout import vllm as rollout_vllm
 from vllm_forward_bridge.rollout.uniform import token_uniform
 from vllm_forward_bridge.vllm_plugin import mamba, register, sampler
+from vllm_forward_bridge.vllm_plugin.model import BridgedNemotronH, _tensors_of
 from vllm_forward_bridge.vllm_plugin.switch import ARGUMENTS, KEY, complete, package_digest
+from vllm_forward_bridge.vllm_plugin.worker import BridgeWorker
 
 SEQUENCE_LENGTHS = (1, 15, 16, 17, 33)
 CHUNK = 16
@@ -154,6 +160,49 @@ def test_sampler_draws_by_seed_and_position():
     assert got.sampled_token_ids.tolist() == want_T[:, None].tolist()
     assert_same_bits(got.logprobs_tensors.logprobs[:, 0], ops.logprob(logits_TV, want_T, *settings), "logprobs")
     assert_same_bits(state.columns(2, torch.device("cpu"))[3], uniform_T, "uniform")
+
+
+# ---- weight updates: vLLM's own reload, the plugin's worker and model, no engine ----
+
+
+def worker_with(config, tensors):
+    """Return a bridged worker as far as an update needs it, with its first weights loaded."""
+    model = object.__new__(BridgedNemotronH)
+    torch.nn.Module.__init__(model)
+    model.geometry, model.device = config, torch.device("cpu")
+    model._weights = model._version = model._announced = None
+    model.mixers = torch.nn.ModuleList(torch.nn.Identity() for _ in config.layer_types)
+    model.load_weights(tensors.items())
+    runner = SimpleNamespace(
+        get_model=lambda: model,
+        model_config=SimpleNamespace(quantization=None),
+        reset_encoder_cache=lambda: None,
+        reset_mm_cache=lambda: None,
+    )
+    return SimpleNamespace(model_runner=runner, reload_weights=partial(GPUModelRunner.reload_weights, runner)), model
+
+
+def test_an_update_is_vllms_reload_in_place_whole_or_not_at_all(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    make_tiny_checkpoint(tmp_path / "tiny")
+    repository = open_repository(tmp_path / "tiny")
+    tensors = {name: repository.read(name).clone() for name in repository.names()}
+    worker, model = worker_with(repository.config, tensors)
+    places = [tensor.data_ptr() for tensor in _tensors_of(model._weights)]
+    tensors["backbone.norm_f.weight"] += 1
+    digest = bytes_digest(tensors.items())
+    with pytest.raises(ValueError, match="without version and digest"):
+        worker.reload_weights(weights_iterator=iter(tensors.items()))
+    with pytest.raises(ValueError, match=r"version is 0;(.|\n)*digest is"):
+        BridgeWorker.bridge_update(worker, tensors, 0, "0" * 64)
+    assert model.weights_version() == 0
+    assert not torch.equal(model._weights.final_gain_H, tensors["backbone.norm_f.weight"])
+    BridgeWorker.bridge_update(worker, tensors, 7, digest)
+    assert model.weights_version() == 7
+    assert_same_bits(model._weights.final_gain_H, tensors["backbone.norm_f.weight"], "the new gain")
+    assert [tensor.data_ptr() for tensor in _tensors_of(model._weights)] == places
+    with pytest.raises(ValueError, match="without version and digest"):
+        worker.reload_weights(weights_iterator=iter(tensors.items()))
 
 
 # ---- replay_step: the CPU ops stand in for vLLM's kernels, the paged state and its index maps are the plugin's ----

@@ -11,12 +11,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.training.training import destroy_global_state
 
 from megatron.vllm_forward import build, launch
+from vllm_forward_bridge.checkpoint.repository import open_repository
+from vllm_forward_bridge.checkpoint.tiny import make_tiny_checkpoint
 from vllm_forward_bridge.config import BridgeConfig, ForwardSection, ModelSection
 
 FLAGS = (
     "--distributed-backend", "gloo", "--seq-length", "80", "--max-position-embeddings", "80", "--micro-batch-size", "1",
     "--global-batch-size", "1", "--train-iters", "4", "--lr", "1e-3", "--lr-decay-style", "constant", "--weight-decay",
-    "0.0", "--use-distributed-optimizer", "--clip-grad", "1.0", "--calculate-per-token-loss",
+    "0.0", "--clip-grad", "1.0", "--calculate-per-token-loss",
 )  # fmt: skip
 
 
@@ -38,13 +40,20 @@ def one_process():
 
 
 @contextmanager
-def built(repository, *flags, mode="bridged"):
+def built(repository, *flags, mode="bridged", optimizer=("--use-distributed-optimizer",)):
     """Build a trainer inside `one_process`; another may follow after it."""
     config = BridgeConfig(model=ModelSection(repository=str(repository)), forward=ForwardSection(mode=mode))
     try:
-        yield build.build(config, [*FLAGS, *flags])
+        yield build.build(config, [*FLAGS, *optimizer, *flags])
     finally:
         destroy_global_state()
+
+
+def tiny_source(tmp_path_factory):
+    """Return an opened tiny repository in a fresh folder."""
+    path = tmp_path_factory.mktemp("tiny") / "repository"
+    make_tiny_checkpoint(path)
+    return open_repository(path)
 
 
 def packed(lengths):

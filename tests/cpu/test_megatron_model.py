@@ -4,13 +4,11 @@
 import pytest
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron_process import built, one_process, packed, random_tokens, take_gradients
+from megatron_process import built, one_process, packed, random_tokens, take_gradients, tiny_source
 
 from megatron.vllm_forward import coverage, versions, weights
 from megatron.vllm_forward.output import Sampling
 from megatron.vllm_forward.stack import residual_add
-from vllm_forward_bridge.checkpoint.repository import open_repository
-from vllm_forward_bridge.checkpoint.tiny import make_tiny_checkpoint
 from vllm_forward_bridge.ops.fused_add_rms_norm import fused_add_rms_norm
 from vllm_forward_bridge.ops.logprob import logprob
 from vllm_forward_bridge.ops.rms_norm import rms_norm
@@ -18,16 +16,10 @@ from vllm_forward_bridge.parity.bits import assert_same_bits, same_bits
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny") / "repository"
-    make_tiny_checkpoint(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def trainer(repository):
-    with one_process(), built(repository) as trainer:
-        weights.load_deployment(trainer.model, open_repository(repository), trainer.optimizer)
+def trainer(tmp_path_factory):
+    source = tiny_source(tmp_path_factory)
+    with one_process(), built(source.path) as trainer:
+        weights.load_deployment(trainer.model, source, trainer.optimizer)
         yield trainer
 
 

@@ -3,12 +3,10 @@
 
 import pytest
 import torch
-from megatron_process import built, one_process, packed, take_gradients
+from megatron_process import built, one_process, packed, take_gradients, tiny_source
 
 from megatron.vllm_forward import versions, weights
 from megatron.vllm_forward.output import Sampling
-from vllm_forward_bridge.checkpoint.repository import open_repository
-from vllm_forward_bridge.checkpoint.tiny import make_tiny_checkpoint
 from vllm_forward_bridge.config import BridgeConfig, ModelSection
 from vllm_forward_bridge.parity.bits import assert_same_bits
 from vllm_forward_bridge.rollout.embedded.engine import EmbeddedRollout
@@ -19,9 +17,7 @@ LENGTHS = (3, 16, 33, 40)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny") / "repository"
-    make_tiny_checkpoint(path)
-    return open_repository(path)
+    return tiny_source(tmp_path_factory)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,11 +4,10 @@
 import pytest
 import torch
 from megatron.training.checkpointing import save_checkpoint
-from megatron_process import built, one_process, packed, random_tokens
+from megatron_process import built, one_process, packed, random_tokens, tiny_source
 
 from megatron.vllm_forward import optimizer_hook, versions, weights
 from vllm_forward_bridge.checkpoint.repository import open_repository
-from vllm_forward_bridge.checkpoint.tiny import make_tiny_checkpoint
 from vllm_forward_bridge.checkpoint.to_hf import convert_to_hf
 from vllm_forward_bridge.checkpoint.to_megatron import convert_to_megatron
 from vllm_forward_bridge.parity.bits import assert_same_bits
@@ -16,9 +15,7 @@ from vllm_forward_bridge.parity.bits import assert_same_bits
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny") / "repository"
-    make_tiny_checkpoint(path)
-    return open_repository(path)
+    return tiny_source(tmp_path_factory)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,6 +112,7 @@ def test_megatron_checkpoint_keeps_masters_bytes_and_carried_tensors(source, tmp
         following = train_step(trainer, 1e-3, seed=1)
         later = exported(trainer)
     with built(source.path, "--load", place) as trainer:
+        assert versions.deployment_version(trainer.model) == 1
         assert_same_tensors(exported(trainer), want, "after save and load")
         assert_same_bits(train_step(trainer, 1e-3, seed=1), following, "loss of the next step")
         assert_same_tensors(exported(trainer), later, "after one more step, with the loaded optimizer state")
@@ -161,6 +159,16 @@ def test_load_lists_every_tensor_that_does_not_fit(source):
         "experts.3.up_proj.weight: torch.uint8 [2, 2]",
     ):
         assert part in str(raised.value)
+
+
+def test_a_plain_optimizer_requantises_too(source):
+    with built(source.path, optimizer=()) as trainer:
+        weights.load_deployment(trainer.model, source, trainer.optimizer)
+        before = exported(trainer)
+        train_step(trainer, 0.0)
+        assert_same_tensors(exported(trainer), before, "after a step of size 0")
+        train_step(trainer, 1e-3)
+        assert optimizer_hook.last_report(trainer.optimizer).changed_blocks > 1000
 
 
 def test_hook_is_installed_once(source):

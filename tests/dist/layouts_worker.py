@@ -15,7 +15,9 @@ LENGTHS = (40, 16, 24)
 LAYOUTS = {
     "dp": [],
     "overlap": ["--overlap-grad-reduce", "--overlap-param-gather"],
-    "tp": ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"],
+    "tp": "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1".split()
+    + ["--save", str(OUT / "saved"), "--save-interval", "1"],
+    "reload": ["--load", str(OUT / "saved"), "--no-load-optim", "--no-load-rng"],
     "ep": ["--expert-model-parallel-size", "2"],
     "pp": ["--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "ME|M*E"],
     "cp": ["--context-parallel-size", "2"],
@@ -23,7 +25,7 @@ LAYOUTS = {
 FLAGS = [
     "--distributed-backend", "gloo", "--seq-length", "80", "--max-position-embeddings", "80", "--micro-batch-size", "1",
     "--global-batch-size", "2", "--train-iters", "4", "--lr", "1e-3", "--lr-decay-style", "constant",
-    "--weight-decay", "0.0",    "--use-distributed-optimizer", "--clip-grad", "1.0", "--calculate-per-token-loss",
+    "--weight-decay", "0.0", "--use-distributed-optimizer", "--clip-grad", "1.0", "--calculate-per-token-loss",
 ]  # fmt: skip
 
 
@@ -110,6 +112,7 @@ def step(trainer, learning_rate):
 
 def main():
     from megatron.core import parallel_state
+    from megatron.training.checkpointing import save_checkpoint
     from megatron.training.training import destroy_global_state
 
     from megatron.vllm_forward import build, optimizer_hook, versions, weights
@@ -121,6 +124,11 @@ def main():
     found = {}
     for layout, flags in LAYOUTS.items():
         trainer = build.build(config, [*FLAGS, *flags])
+        if layout == "reload":
+            # A checkpoint of two tensor-parallel ranks in a data-parallel model.
+            found[layout] = {"loaded": weights.deployment_digest(trainer.model)}
+            destroy_global_state()
+            continue
         weights.load_deployment(trainer.model, source, trainer.optimizer)
         seen = {"loaded": weights.deployment_digest(trainer.model)}
         if layout == "dp":
@@ -132,6 +140,8 @@ def main():
         seen["stepped"] = step(trainer, 1e-3)
         seen["changed_blocks"] = optimizer_hook.last_report(trainer.optimizer).changed_blocks
         seen["versions"] = versions.deployment_version(trainer.model) - version
+        if layout == "tp":
+            save_checkpoint(1, trainer.model, trainer.optimizer, trainer.scheduler, 0)
         found[layout] = seen
         destroy_global_state()
     torch.save(found, OUT / f"rank{dist.get_rank()}.pt")

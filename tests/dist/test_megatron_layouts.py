@@ -86,6 +86,10 @@ def test_an_overlapped_parameter_gather_gives_the_same_bytes(ranks):
     assert_same_bits(losses(ranks[1]["overlap"]), losses(ranks[1]["dp"]), "overlapped gathers")
 
 
+def test_a_checkpoint_moves_between_layouts(ranks):
+    assert [rank["reload"]["loaded"] for rank in ranks] == [ranks[0]["tp"]["stepped"]] * 2
+
+
 def share(whole, shape, name, rank):
     """Return the part of a gradient that a rank's parameter has: half of its experts, or Megatron's shard."""
     differs = [dim for dim, size in enumerate(shape) if size != whole.shape[dim]]

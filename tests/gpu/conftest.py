@@ -12,7 +12,9 @@ from models import SCALES, deployment, make_folder
 
 from vllm_forward_bridge import settings
 from vllm_forward_bridge.config import BridgeConfig, ModelSection, RolloutSection
+from vllm_forward_bridge.model_config import load_model_config
 from vllm_forward_bridge.quantization import bytes_digest
+from vllm_forward_bridge.rollout.open import open_engine
 
 MISSING = [
     reason
@@ -29,6 +31,8 @@ def pytest_addoption(parser):
         "--results", default=None, help="append outcomes and measurements to this file, one JSON object a line"
     )
     parser.addoption("--model", default="tiny", help="model of the engine proofs: tiny, wide (7 layers) or full (52)")
+    parser.addoption("--own-process", action="store_true", help="the engine lives in a process of its own")
+    parser.addoption("--rollout-devices", default="", help="CUDA_VISIBLE_DEVICES of that process")
 
 
 def pytest_collection_modifyitems(items):
@@ -100,17 +104,32 @@ def tensors(scale, folder):
 
 
 @pytest.fixture(scope="session")
-def bridge(scale, folder):
+def bridge(request, scale, folder):
     """Return the run's configuration."""
-    limits = RolloutSection(engine="vllm", max_num_seqs=scale.num_seqs, token_budget=2048)
+    limits = RolloutSection(
+        engine="vllm",
+        max_num_seqs=scale.num_seqs,
+        token_budget=2048,
+        own_process=request.config.getoption("--own-process"),
+        visible_devices=request.config.getoption("--rollout-devices"),
+    )
     return BridgeConfig(model=ModelSection(repository=str(folder)), rollout=limits)
 
 
 @pytest.fixture(scope="session")
-def rollout(scale, bridge, tensors):
-    """Return an engine whose weights came through memory."""
-    from vllm_forward_bridge.rollout.vllm import VllmRollout
+def engine_with(folder, tensors):
+    """Return a function that opens an engine and gives it weights through memory."""
 
-    engine = VllmRollout(bridge, max_model_len=4096, kv_cache_bytes=int(scale.kv_gib * 2**30), empty=True)
-    engine.update_weights(tensors.items(), version=1, digest=bytes_digest(tensors.items()))
-    return engine
+    def open_with(bridge, **arguments):
+        config = load_model_config(folder)
+        engine = open_engine(bridge, config, torch.device("cuda", 0), max_model_len=4096, **arguments)
+        engine.update_weights(tensors.items(), version=1, digest=bytes_digest(tensors.items()))
+        return engine
+
+    return open_with
+
+
+@pytest.fixture(scope="session")
+def rollout(scale, bridge, engine_with):
+    """Return the engine of the proofs."""
+    return engine_with(bridge, kv_cache_gib=scale.kv_gib)

@@ -102,6 +102,8 @@ def test_wrong_digest_changes_nothing(rollout, tensors, requests, together):
     version = rollout.version
     with pytest.raises(ValueError, match="digest"):
         rollout.update_weights(tensors.items(), version=version + 1, digest="0" * 64)
+    with pytest.raises(ValueError, match="without version and digest"):
+        rollout._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
     assert rollout.version == version
     one = requests[0]
     assert_same_completions(serve(rollout, [one]), {one.request_id: together[one.request_id]}, "after a refused update")

@@ -89,6 +89,23 @@ def table_problems(config: ModelConfig, stored: Mapping[str, TensorSpec]) -> lis
     return problems
 
 
+class ZeroTensors(Mapping[str, torch.Tensor]):
+    """A model's tensors without the MTP block, all zero, made when asked for: what an engine is allocated by."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.table = {entry.name: entry for entry in tensor_table(config) if not entry.name.startswith("mtp.")}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry = self.table[name]
+        return torch.zeros(entry.shapes[0], dtype=entry.dtypes[0])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
 def _layer(config: ModelConfig, layer: str, letter: str) -> Iterator[ExpectedTensor]:
     yield ExpectedTensor(f"{layer}.norm.weight", _BF16, ((config.hidden_size,),))
     yield from {"M": _mamba, "*": _attention, "E": _moe}[letter](config, f"{layer}.mixer")

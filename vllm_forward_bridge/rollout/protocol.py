@@ -20,6 +20,8 @@ FinishReason = Literal["stop", "length", "aborted"]
 
 SMALLEST_TEMPERATURE = 0.01
 LARGEST_SEED = 2**63 - 1
+NO_WEIGHTS = -1
+"""Version of an engine that was allocated without weights; every version of a trainer is newer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ Weights are the tensors that the ops take, packed once a version and updated in 
 # T = tokens of a step, H = hidden, V = vocabulary
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -17,12 +18,13 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 
 from vllm_forward_bridge import ops
-from vllm_forward_bridge.checkpoint.tensor_table import tensor_table
+from vllm_forward_bridge.checkpoint.tensor_table import ZeroTensors
 from vllm_forward_bridge.model_config import ModelConfig, load_model_config
 from vllm_forward_bridge.ops import conv_cuda, fa3, humming_gemm, ssd_cuda
 from vllm_forward_bridge.quantization import bytes_digest
 from vllm_forward_bridge.rollout.embedded.kernel_record import kernel_record
 from vllm_forward_bridge.rollout.embedded.weights import ExpertWeights, ModelWeights, build_weights
+from vllm_forward_bridge.rollout.protocol import NO_WEIGHTS
 from vllm_forward_bridge.vllm_plugin.attention import BridgeAttention
 from vllm_forward_bridge.vllm_plugin.mamba import STATE_DTYPES, BridgeMamba, state_shapes
 
@@ -46,8 +48,6 @@ class BridgeExperts(nn.Module):
         return ops.moe_combine(rows_TkH, weights_Tk, config.routed_scaling_factor, shared_TH)
 
 
-NO_WEIGHTS = -1
-"""Version of an engine that was allocated without weights; every version of a trainer is newer."""
 _MIXERS = {"M": BridgeMamba, "*": BridgeAttention, "E": BridgeExperts}
 
 
@@ -69,8 +69,9 @@ class BridgedNemotronH(nn.Module, HasInnerState, IsHybrid):
         )
         self._weights: ModelWeights | None = None
         self._version: int | None = None
+        self._announced: tuple[int, str] | None = None
         if vllm_config.load_config.load_format == "dummy":
-            self._install(build_weights(self.geometry, _Zeros(self.geometry), self.device))
+            self._install(build_weights(self.geometry, ZeroTensors(self.geometry), self.device))
             self._version = NO_WEIGHTS
 
     @classmethod
@@ -110,9 +111,31 @@ class BridgedNemotronH(nn.Module, HasInnerState, IsHybrid):
         return self._weights.lm_head(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Build the first version from a checkpoint's tensors."""
-        self._install(build_weights(self.geometry, dict(weights), self.device))
-        self._version = 0
+        """Build the first version from a checkpoint's tensors, or replace it by the announced one.
+
+        Raises:
+            ValueError: a reload that nobody announced; its bytes could not be checked.
+        """
+        if self._weights is None:
+            self._install(build_weights(self.geometry, dict(weights), self.device))
+            self._version = 0
+        elif self._announced is None:
+            raise ValueError(
+                "vLLM's reload was called without version and digest, so the bytes could not be checked; call the "
+                "worker's bridge_update, which announces both and then reloads"
+            )
+        else:
+            version, digest = self._announced
+            self.update_weights(dict(weights), version=version, digest=digest)
+
+    @contextmanager
+    def announced(self, *, version: int, digest: str) -> Iterator[None]:
+        """Let one reload replace the weights, if its tensors have this digest."""
+        self._announced = (version, digest)
+        try:
+            yield
+        finally:
+            self._announced = None
 
     def update_weights(self, tensors: Mapping[str, Tensor], *, version: int, digest: str) -> None:
         """Copy a new version over the old one, in place.
@@ -192,19 +215,3 @@ def _tensors_of(part: Any) -> Iterator[Tensor]:
         for field in fields(part):
             yield from _tensors_of(getattr(part, field.name))
 
-
-class _Zeros(Mapping[str, Tensor]):
-    """A whole model of zeros that is made tensor by tensor: memory for weights that come later by `update_weights`."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.table = {entry.name: entry for entry in tensor_table(config) if not entry.name.startswith("mtp.")}
-
-    def __getitem__(self, name: str) -> Tensor:
-        entry = self.table[name]
-        return torch.zeros(entry.shapes[0], dtype=entry.dtypes[0])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.table)
-
-    def __len__(self) -> int:
-        return len(self.table)

@@ -55,5 +55,6 @@ class BridgeWorker(Worker):
         return self.model_runner.get_model().weights_version()
 
     def bridge_update(self, tensors: Mapping[str, Tensor], version: int, digest: str) -> None:
-        """Replace all weights in place, or none; see `BridgedNemotronH.update_weights`."""
-        self.model_runner.get_model().update_weights(tensors, version=version, digest=digest)
+        """Replace all weights in place, or none, by vLLM's reload; see `BridgedNemotronH.update_weights`."""
+        with self.model_runner.get_model().announced(version=version, digest=digest):
+            self.reload_weights(weights_iterator=iter(tensors.items()))

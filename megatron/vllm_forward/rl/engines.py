@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the rollout engine that the configuration names, on the weights that the trainer has."""
 
-import importlib
 from typing import Any
 
 import torch
@@ -9,10 +8,8 @@ import torch
 from megatron.vllm_forward import versions, weights
 from vllm_forward_bridge.config import BridgeConfig
 from vllm_forward_bridge.model_config import ModelConfig
-from vllm_forward_bridge.rollout.embedded.engine import EmbeddedRollout
+from vllm_forward_bridge.rollout.open import open_engine
 from vllm_forward_bridge.rollout.protocol import Rollout
-
-GIB = 1 << 30
 
 
 def open_rollout(
@@ -25,26 +22,20 @@ def open_rollout(
     kv_cache_gib: float,
     **vllm_arguments: Any,
 ) -> Rollout:
-    """Return an engine in this process with the deployment bytes of `model`; collective over the ranks.
+    """Return an engine with the deployment bytes of `model`; collective over the ranks.
 
     Args:
         model: chunks of this rank.
-        bridge: `rollout.engine` chooses.
+        bridge: `rollout` chooses the engine and its process.
         model_config: geometry.
         device: where the model is.
         max_model_len: longest sequence; the embedded engine is bounded by its pages alone.
         kv_cache_gib: memory of vLLM's caches.
         vllm_arguments: more of vLLM's engine arguments.
     """
-    version = versions.deployment_version(model)
-    if bridge.rollout.engine == "embedded":
-        tensors = {name: tensor.detach().clone() for name, tensor in weights.deployment_tensors(model)}
-        return EmbeddedRollout(model_config, tensors, bridge, device, version=version)
-    # Imported by name: vLLM is an optional package, and importing it costs half a minute.
-    engine = importlib.import_module("vllm_forward_bridge.rollout.vllm").VllmRollout(
-        bridge, max_model_len=max_model_len, kv_cache_bytes=int(kv_cache_gib * GIB), empty=True, **vllm_arguments
+    engine = open_engine(
+        bridge, model_config, device, max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, **vllm_arguments
     )
-    if engine.version != version:
-        digest = weights.deployment_digest(model)
-        engine.update_weights(weights.deployment_tensors(model), version=version, digest=digest)
+    version, digest = versions.deployment_version(model), weights.deployment_digest(model)
+    engine.update_weights(weights.deployment_tensors(model), version=version, digest=digest)
     return engine

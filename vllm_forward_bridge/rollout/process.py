@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout in a process of its own, on this machine: any engine behind the same protocol, also on another GPU.
+
+Calls travel over a socket pair as pickles. Weights travel as one block of bytes: by a CUDA handle where both processes
+see the same GPUs, else through shared host memory. The engine checks their digest where they arrive.
+"""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from vllm_forward_bridge.rollout.protocol import Completion, Request, Rollout, SamplingParams
+
+_ALIGNMENT = 256
+"""Bytes; a tensor's place in the block suits every dtype and kernel."""
+_PATIENCE = 20.0
+"""Seconds that a process whose socket was closed may take to end."""
+_GONE = (EOFError, BrokenPipeError, ConnectionResetError)
+
+
+class ProcessRollout:
+    """A `protocol.Rollout` whose engine lives in another process.
+
+    Args:
+        make: returns the engine in the other process; pickled by name, so a function of an importable module or a
+            `functools.partial` of one.
+        visible_devices: `CUDA_VISIBLE_DEVICES` of the other process; empty: the same as here.
+
+    Raises:
+        Exception: what `make` raised, with the other process's traceback in its notes.
+    """
+
+    def __init__(self, make: Callable[[], Rollout], *, visible_devices: str = "") -> None:
+        ours, theirs = socket.socketpair()
+        # A CUDA handle names a GPU by its number, which means another one where others are visible.
+        self._by_handle = not visible_devices
+        changes = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else {}
+        command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, **changes})
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self.close = weakref.finalize(self, _end, self._process, self._connection)
+        """Ends the process; called by itself when this object or the interpreter goes."""
+        try:
+            self._exchange("starting", make)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """Return the version of the weights that it samples with."""
+        return self._call("version")
+
+    def add(self, request: Request) -> None:
+        """Queue a request; see `protocol.Rollout.add`."""
+        self._call("add", request)
+
+    def step(self) -> list[Completion]:
+        """Run one forward and return what finished."""
+        return self._call("step")
+
+    def abort(self, request_id: str) -> None:
+        """End a request; see `protocol.Rollout.abort`."""
+        self._call("abort", request_id)
+
+    def has_unfinished(self) -> bool:
+        """Tell whether a step would do or deliver anything."""
+        return self._call("has_unfinished")
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Run requests to their end; completions come in the order of `requests`."""
+        return self._call("generate", list(requests))
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int, digest: str) -> None:
+        """Replace all weights, or none; see `protocol.Rollout.update_weights`."""
+        with _Block(named_tensors, by_handle=self._by_handle) as packed:
+            self._call("update_weights", packed, version=version, digest=digest)
+
+    def record(self) -> dict[str, str]:
+        """Name the kernel that serves each op in the other process."""
+        return self._call("record")
+
+    def score(self, sequences: Sequence[tuple[int, ...]], sampling: SamplingParams) -> list[Tensor]:
+        """Score given tokens by prefill; see `protocol.Rollout.score`."""
+        return self._call("score", list(sequences), sampling)
+
+    def _call(self, name: str, *args: Any, **keywords: Any) -> Any:
+        return self._exchange(name, (name, args, keywords))
+
+    def _exchange(self, what: str, message: Any) -> Any:
+        if not self.close.alive:
+            raise RuntimeError(f"{what} was called, but the rollout process has ended: make a new engine")
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+            fault, value = pickle.loads(self._connection.recv_bytes())
+        except _GONE as error:
+            self.close()
+            raise RuntimeError(
+                f"the rollout process ended with exit code {self._process.returncode} during {what}; its output says "
+                "why. Its unfinished requests and its weights are gone: make a new engine"
+            ) from error
+        except BaseException:
+            # An answer that was not read would be taken for the next one's.
+            self.close()
+            raise
+        if fault is not None:
+            raise fault
+        return value
+
+
+def serve(descriptor: int) -> None:
+    """Make the engine that comes first over the socket, then answer calls until the other end closes."""
+    connection = Connection(descriptor)
+    engine = None
+    while True:
+        try:
+            message = pickle.loads(connection.recv_bytes())
+            engine, answer = _answer(engine, message)
+            # What the message holds may be the sender's memory.
+            del message
+            connection.send_bytes(answer)
+        except _GONE:
+            return
+
+
+def _answer(engine: Rollout | None, message: Any) -> tuple[Rollout | None, bytes]:
+    try:
+        if engine is None:
+            return message(), pickle.dumps((None, None))
+        name, args, keywords = message
+        args = tuple(arg.tensors().items() if isinstance(arg, _Packed) else arg for arg in args)
+        found = getattr(engine, name)
+        return engine, pickle.dumps((None, found(*args, **keywords) if callable(found) else found))
+    except Exception as fault:
+        fault.add_note(f"In the rollout process:\n{traceback.format_exc()}")
+        return engine, _pickled_fault(fault)
+
+
+def _pickled_fault(fault: Exception) -> bytes:
+    try:
+        pickle.loads(answer := pickle.dumps((fault, None)))
+        return answer
+    except Exception:
+        plain = RuntimeError(f"{type(fault).__name__}: {fault}")
+        plain.__notes__ = fault.__notes__
+        return pickle.dumps((plain, None))
+
+
+def _end(process: subprocess.Popen, connection: Connection) -> None:
+    connection.close()
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Named tensors in one block of bytes, as they travel: how to open the block, and where each tensor lies."""
+
+    open: Callable[..., Tensor]
+    arguments: tuple
+    places: tuple[tuple[str, torch.dtype, tuple[int, ...], int, int], ...]
+    """(name, dtype, shape, first byte, bytes)."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return views of the block by name."""
+        block = self.open(*self.arguments)
+        return {
+            name: block[start : start + size].view(dtype).view(shape)
+            for name, dtype, shape, start, size in self.places
+        }
+
+
+class _Block:
+    """The sender's end: holds the block while the receiver reads it."""
+
+    def __init__(self, named_tensors: Iterable[tuple[str, Tensor]], *, by_handle: bool) -> None:
+        self._tensors = list(named_tensors)
+        self._on_gpu = by_handle and bool(self._tensors) and all(tensor.is_cuda for _, tensor in self._tensors)
+
+    def __enter__(self) -> _Packed:
+        places, end = [], 0
+        for name, tensor in self._tensors:
+            size = tensor.numel() * tensor.element_size()
+            places.append((name, tensor.dtype, tuple(tensor.shape), end, size))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._file = -1 if self._on_gpu else os.memfd_create("weights")
+        self._block = self._allocate(max(end, 1))
+        for (_, tensor), (*_, start, size) in zip(self._tensors, places, strict=True):
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            self._block[start : start + size].copy_(flat)
+        if self._on_gpu:
+            torch.cuda.synchronize(self._block.device)
+            return _Packed(*reduce_tensor(self._block), tuple(places))
+        return _Packed(_mapped, (f"/proc/{os.getpid()}/fd/{self._file}", len(self._block)), tuple(places))
+
+    def _allocate(self, size: int) -> Tensor:
+        if self._on_gpu:
+            return torch.empty(size, dtype=torch.uint8, device=self._tensors[0][1].device)
+        os.truncate(self._file, size)
+        return _mapped(f"/proc/self/fd/{self._file}", size)
+
+    def __exit__(self, *_: object) -> None:
+        del self._block, self._tensors
+        if self._file >= 0:
+            os.close(self._file)
+
+
+def _mapped(path: str, size: int) -> Tensor:
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
