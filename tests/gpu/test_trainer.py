@@ -131,8 +131,8 @@ def test_ten_steps_and_updates(scale, trainer, model, rollout, measure):
         completions = [done[one.request_id] for one in requests]
         different, compared, largest = differing(scores(model, completions, requests), completions)
         assert different == 0, f"step {step}: {different} of {compared} tokens differ, by up to {largest}"
-        assert [c.token_ids for c in completions] != before, "the update changed no token of any request"
-        before = [c.token_ids for c in completions]
+        assert [c.logprobs for c in completions] != before, "the update changed no logprob of any request"
+        before = [c.logprobs for c in completions]
         train_once(scale, trainer, requests, completions, step)
         changed = optimizer_hook.last_report(trainer.optimizer).changed_blocks
         assert changed, "the step changed no byte: nothing would be proved by what follows"

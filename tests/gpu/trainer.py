@@ -20,7 +20,7 @@ _FLAGS = (
     "--train-iters", "100", "--lr-decay-style", "constant", "--weight-decay", "0.0", "--calculate-per-token-loss",
 )  # fmt: skip
 ADAM = ("--lr", "1e-3", "--use-distributed-optimizer", "--clip-grad", "1.0")
-SIGNED_SGD = ("--lr", "1e-3", "--optimizer", "sgd", "--sgd-momentum", "0.0", "--clip-grad", "0.0")
+SIGNED_SGD = ("--lr", "1e-4", "--optimizer", "sgd", "--sgd-momentum", "0.0", "--clip-grad", "0.0")
 """For models whose Adam moments would not fit; the test gives it the signs of the gradients."""
 SCORE_ONLY = ("--lr", "1e-3", "--skip-train")
 PACK = 8192
