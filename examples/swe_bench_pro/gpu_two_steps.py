@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -79,15 +80,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--problems", type=int, default=16)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--context", type=int, default=16384, help="most tokens of an episode")
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--turn-tokens", type=int, default=512, help="most sampled tokens of a turn")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turn-tokens", type=int, default=96, help="most sampled tokens of a turn")
     parser.add_argument(
-        "--answer-numbers", type=int, default=400, help="numbers in the longest answer; 3 to 5 tokens each"
+        "--answer-numbers", type=int, default=3000, help="numbers in the longest answer; 3 to 5 tokens each"
     )
     parser.add_argument("--row-tokens", type=int, default=32768, help="tokens of a packed row of the trainer")
-    parser.add_argument("--kv-cache-gib", type=float, default=40.0)
+    parser.add_argument("--kv-cache-gib", type=float, default=12.0)
     parser.add_argument("--steps", type=int, default=2)
     args = parser.parse_args(arguments)
+    # Stopped by a clock, it still reports the steps that ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder = args.out.resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -13,7 +13,7 @@ from examples.swe_bench_pro.tasks.columns import Task
 
 
 class CountingRenderer(NemotronRenderer):
-    """Reads every turn as `seq 1 N`, N from the turn's ids, so that turns get answers of many lengths.
+    """Reads every turn as `seq 1 N`, N from the turn's ids, so that most answers are short and few are very long.
 
     Set `longest` before the first turn.
     """
@@ -22,7 +22,8 @@ class CountingRenderer(NemotronRenderer):
 
     def parse(self, token_ids: Sequence[int]) -> Turn:
         """Return one call, whatever was said."""
-        number = 20 + sum(token_ids) % self.longest
+        share = (sum(token_ids) % 1000) / 1000
+        number = 20 + int(self.longest * share**12)
         return Turn("", "", (("bash", {"command": f"seq 1 {number}"}),))
 
 

@@ -18,6 +18,7 @@ from examples.swe_bench_pro.outcomes import RewardRule
 from examples.swe_bench_pro.sandbox.protocol import SandboxHost
 from examples.swe_bench_pro.tasks.columns import Task
 from examples.swe_bench_pro.train.journal import EpisodeJournal, Place
+from examples.swe_bench_pro.train.progress import Progress
 from megatron.vllm_forward.rl.settings import GrpoSettings
 from megatron.vllm_forward.rl.shared_engine import SharedEngine
 from megatron.vllm_forward.rl.single_turn import request_seed
@@ -113,16 +114,17 @@ class AgentCollector:
             graders=asyncio.Semaphore(self.collect.gradings),
         )
         async with SharedEngine(self.engine, self.prepare_thread) as engine, asyncio.TaskGroup() as work:
-            parts = [work.create_task(self._slot(step, slot, done, workshop, engine, limit)) for slot in slots]
+            progress = Progress(step, engine.sample)
+            parts = [work.create_task(self._slot(step, slot, done, workshop, progress, limit)) for slot in slots]
         return [trajectory for part in parts for trajectory in part.result()]
 
-    async def _slot(self, step, slot, done, workshop, engine, limit) -> list[Trajectory]:
+    async def _slot(self, step, slot, done, workshop, progress, limit) -> list[Trajectory]:
         for attempt in range(self.collect.attempts):
             task = self.problem(step, slot, attempt)
             members = [Place(slot, attempt, member) for member in range(self.settings.group_size)]
             async with asyncio.TaskGroup() as work:
                 parts = [
-                    work.create_task(self._member(step, place, done, task, workshop, engine, limit))
+                    work.create_task(self._member(step, place, done, task, workshop, progress, limit))
                     for place in members
                 ]
             episodes = [part.result() for part in parts]
@@ -134,16 +136,17 @@ class AgentCollector:
                 break
         return [self._trajectory(place, episode) for place, episode in zip(members, episodes, strict=True)]
 
-    async def _member(self, step, place, done, task, workshop, engine, limit) -> Episode:
+    async def _member(self, step, place, done, task, workshop, progress, limit) -> Episode:
         if place in done:
             return done[place]
         async with limit:
             for attempt in range(self.collect.retries + 1):
                 name = f"s{step}-g{place.slot}-a{place.attempt}-m{place.member}-t{attempt}"
-                episode = await run_episode(workshop, task, name, engine.sample, self._sampling(step, place))
+                episode = await run_episode(workshop, task, name, progress.sample, self._sampling(step, place))
                 if not is_infrastructure(episode):
                     break
         await asyncio.to_thread(self.journal.append, step, place, self.engine.digest, episode)
+        progress.end()
         return episode
 
     def problem(self, step: int, slot: int, attempt: int) -> Task:
