@@ -30,6 +30,7 @@ STAGES = {
     "engine_wide": ([*_ENGINE, "--model", "wide"], 540),
     "steps_tiny": (["tests/gpu/test_trainer.py", "-k", "ten_steps or byte_for_byte", "--model", "tiny"], 200),
     "memory": (["tests/gpu/test_memory.py"], 200),
+    "thread": (["tests/gpu/test_thread.py"], 200),
     "own_process": (["tests/gpu/test_trainer.py", "--model", "tiny", "--own-process"], 300),
     "own_process_wide": (["tests/gpu/test_trainer.py", "--model", "wide", "--own-process"], 540),
     "own_gpu": (["tests/gpu/test_trainer.py", "--model", "tiny", "--own-process", "--rollout-devices", "1"], 300),

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 
-_TRAINER = "VLLM_FORWARD_TRAINER"
+_TRAINER = "MEGATRON_FORWARD_TRAINER"
 _SECONDS = 1.0
 
 

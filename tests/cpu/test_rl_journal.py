@@ -20,7 +20,7 @@ def record(step, **changes):
 
 
 def text_of(table):
-    console = Console(file=io.StringIO(), width=160)
+    console = Console(file=io.StringIO(), width=80)
     console.print(table)
     return console.file.getvalue()
 
@@ -79,15 +79,22 @@ def test_totals_weigh_steps_by_their_tokens():
 
 def test_table_prints_zero_only_for_zero():
     text = text_of(step_table("bridged", [record(1), record(2, max=1e-30, mismatches=1)]))
-    first, second = (line for line in text.splitlines() if " 1 " in line[:8] or " 2 " in line[:8])
+    first, second = (line for line in text.splitlines() if line.split()[:1] in (["1"], ["2"]))
     assert "e-" not in first
-    assert "1.00e-30" in second
+    assert " 1e-30 " in second
+
+
+def test_table_fits_a_terminal():
+    wide = {"max": 1.25e-5, "mean": 1.25e-5, "std": 1.25e-5, "k3_kl": 1.25e-5}
+    text = text_of(step_table("baseline", [record(step, tokens=1024, mismatches=1024, **wide) for step in (99, 100)]))
+    assert "…" not in text
+    assert " 1.2e-05 " in text
 
 
 def test_table_always_shows_the_last_step():
     text = text_of(step_table("run", [record(step) for step in range(1, 8)], every=5))
-    shown = [line.split("│")[1].strip() for line in text.splitlines() if line.count("│") > 5]
-    assert shown == ["1", "6", "7", "all"]
+    shown = [line.split()[0] for line in text.splitlines() if len(line.split()) > 5]
+    assert shown == ["step", "1", "6", "7", "all"]
 
 
 def test_plot_is_a_transparent_png(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optional package `renderers` behind our renderer protocol. Needs `pip install renderers==0.1.12 httpx`.
+"""The optional package `renderers` behind our renderer protocol. Needs the extra `swe`.
 
 The package reads special tokens in tool output as special, so their texts are broken up with an invisible character
 before they reach it; our own renderer leaves the text as it is.

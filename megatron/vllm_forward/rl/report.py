@@ -11,9 +11,9 @@ from rich.table import Table
 Record = Mapping[str, Any]
 
 COLUMNS = (
-    ("step", "step", "d"), ("tokens", "tokens", ",d"), ("mismatches", "mismatches", ",d"), ("max", "max", ".2e"),
-    ("mean", "mean", ".2e"), ("std", "std", ".2e"), ("k3_kl", "k3 KL", ".2e"), ("reward", "reward", ".3f"),
-    ("entropy", "entropy", ".3f"), ("tokens_per_s", "tokens/s", ".0f"),
+    ("step", "step", "d"), ("tokens", "tokens", ",d"), ("mismatches", "differ", ",d"), ("max", "max", ".2g"),
+    ("mean", "mean", ".2g"), ("std", "std", ".2g"), ("k3_kl", "k3 KL", ".2g"), ("reward", "reward", ".3f"),
+    ("entropy", "entropy", ".3f"), ("tokens_per_s", "tok/s", ".0f"),
 )  # fmt: skip
 
 # One grey and two hues that keep a contrast of 3:1 or more on white and on GitHub's dark grey.
@@ -29,7 +29,8 @@ def step_table(title: str, records: Sequence[Record], *, every: int = 1) -> Tabl
         records: as a journal holds them.
         every: show each nth step; the first and the last always.
     """
-    table = Table(title=title, show_footer=True, pad_edge=False)
+    # Few lines and short numbers: the table has to fit a terminal of 80 columns.
+    table = Table(title=title, show_footer=True, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     total = totals(records)
     for key, heading, form in COLUMNS:
         footer = "all" if key == "step" else _show(total.get(key), form)
