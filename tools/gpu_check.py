@@ -30,6 +30,8 @@ STAGES = {
     "engine_wide": ([*_ENGINE, "--model", "wide"], 540),
     "steps_tiny": (["tests/gpu/test_trainer.py", "-k", "ten_steps or byte_for_byte", "--model", "tiny"], 200),
     "memory": (["tests/gpu/test_memory.py"], 200),
+    "long_wide": (["tests/gpu/test_long.py", "--model", "wide"], 560),
+    "long_full": (["tests/gpu/test_long.py", "--model", "full"], 560),
     "thread": (["tests/gpu/test_thread.py"], 200),
     "own_process": (["tests/gpu/test_trainer.py", "--model", "tiny", "--own-process"], 300),
     "own_process_wide": (["tests/gpu/test_trainer.py", "--model", "wide", "--own-process"], 540),
