@@ -32,6 +32,7 @@ STAGES = {
     "memory": (["tests/gpu/test_memory.py"], 200),
     "long_wide": (["tests/gpu/test_long.py", "--model", "wide"], 560),
     "long_full": (["tests/gpu/test_long.py", "--model", "full"], 560),
+    "disk": (["tests/gpu/test_disk.py"], 250),
     "thread": (["tests/gpu/test_thread.py"], 200),
     "own_process": (["tests/gpu/test_trainer.py", "--model", "tiny", "--own-process"], 300),
     "own_process_wide": (["tests/gpu/test_trainer.py", "--model", "wide", "--own-process"], 540),
