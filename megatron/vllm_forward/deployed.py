@@ -117,6 +117,9 @@ class Deployed(nn.Module):
     def restore_masters(self) -> None:
         """Set the masters to the values of the bytes."""
 
+    def derive_unsaved(self) -> None:
+        """Derive the bytes that a Megatron checkpoint leaves out from the loaded masters; collective if sharded."""
+
 
 class Matrix(Deployed):
     """A module with one master `weight` [..., N, K] and one weight format; base of linears and expert stacks."""

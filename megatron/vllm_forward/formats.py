@@ -35,6 +35,9 @@ _EXPERTS_AT_ONCE = 8
 class WeightFormat(Protocol):
     """What a linear or an expert stack asks of its format."""
 
+    bytes_are_saved: bool
+    """A Megatron checkpoint holds the bytes; otherwise they follow from the masters."""
+
     def register(self, module: Matrix) -> None:
         """Give the module its byte buffers."""
 
@@ -56,6 +59,8 @@ class WeightFormat(Protocol):
 
 class Bf16:
     """The parameter is the deployment tensor."""
+
+    bytes_are_saved = False
 
     def register(self, module: Matrix) -> None:
         """Give a module whose master is a shard the whole matrix, bf16_whole."""
@@ -93,6 +98,8 @@ class Bf16:
 
 class Fp8:
     """Codes [N, K], one weight scale, one static input scale."""
+
+    bytes_are_saved = True
 
     def register(self, module: Matrix) -> None:
         """Give the module fp8_codes, fp8_weight_scale [] and fp8_input_scale [1], the ranks of released checkpoints."""
@@ -138,6 +145,8 @@ class Fp8:
 
 class Nvfp4:
     """Codes [..., N, K/2], block scales [..., N, K/16], one global scale a matrix; activations stay bf16."""
+
+    bytes_are_saved = True
 
     def __init__(self, four_over_six: bool) -> None:
         self.four_over_six = four_over_six

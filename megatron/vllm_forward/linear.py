@@ -95,6 +95,11 @@ class Linear(Matrix):
         """Set the master to the value of the bytes."""
         self.format.restore(self)
 
+    def derive_unsaved(self) -> None:
+        """Gather the whole of a sharded BF16 matrix."""
+        if not self.format.bytes_are_saved:
+            self.format.requantize(self)
+
 
 class QkvLinear(Linear):
     """Query, key and value in one BF16 matrix, rows ordered by key/value group: its query heads, its key, its value."""

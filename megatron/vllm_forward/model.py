@@ -148,5 +148,7 @@ class BridgedModel(HybridModel):
         """Load a Megatron checkpoint: its masters and its bytes, as stored; opens a new version."""
         result = super().load_state_dict(state_dict, strict=strict, **keywords)
         mark_masters_changed([self])
+        for module in deployed_modules([self]):
+            module.derive_unsaved()
         mark_bytes_current([self])
         return result

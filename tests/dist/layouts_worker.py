@@ -12,12 +12,14 @@ from megatron.vllm_forward import launch
 
 REPOSITORY, OUT = Path(sys.argv[1]), Path(sys.argv[2])
 LENGTHS = (40, 16, 24)
+TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1".split()
+RELOAD = ["--load", str(OUT / "saved"), "--no-load-optim", "--no-load-rng"]
 LAYOUTS = {
     "dp": [],
     "overlap": ["--overlap-grad-reduce", "--overlap-param-gather"],
-    "tp": "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1".split()
-    + ["--save", str(OUT / "saved"), "--save-interval", "1"],
-    "reload": ["--load", str(OUT / "saved"), "--no-load-optim", "--no-load-rng"],
+    "tp": [*TENSOR_PARALLEL, "--save", str(OUT / "saved"), "--save-interval", "1"],
+    "reload": RELOAD,
+    "reload in place": [*TENSOR_PARALLEL, *RELOAD],
     "ep": ["--expert-model-parallel-size", "2"],
     "pp": ["--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "ME|M*E"],
     "cp": ["--context-parallel-size", "2"],
@@ -124,8 +126,8 @@ def main():
     found = {}
     for layout, flags in LAYOUTS.items():
         trainer = build.build(config, [*FLAGS, *flags])
-        if layout == "reload":
-            # A checkpoint of two tensor-parallel ranks in a data-parallel model.
+        if layout.startswith("reload"):
+            # A checkpoint of two tensor-parallel ranks, in a data-parallel model and in one of its own kind.
             found[layout] = {"loaded": weights.deployment_digest(trainer.model)}
             destroy_global_state()
             continue

@@ -86,8 +86,9 @@ def test_an_overlapped_parameter_gather_gives_the_same_bytes(ranks):
     assert_same_bits(losses(ranks[1]["overlap"]), losses(ranks[1]["dp"]), "overlapped gathers")
 
 
-def test_a_checkpoint_moves_between_layouts(ranks):
-    assert [rank["reload"]["loaded"] for rank in ranks] == [ranks[0]["tp"]["stepped"]] * 2
+@pytest.mark.parametrize("layout", ["reload", "reload in place"])
+def test_a_checkpoint_moves_between_layouts(ranks, layout):
+    assert [rank[layout]["loaded"] for rank in ranks] == [ranks[0]["tp"]["stepped"]] * 2
 
 
 def share(whole, shape, name, rank):
