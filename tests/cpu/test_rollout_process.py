@@ -3,6 +3,7 @@
 
 import dataclasses
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -98,6 +99,57 @@ def test_errors_come_back_as_they_were_raised(elsewhere):
     elsewhere.abort("left")
     assert [completion.finish_reason for completion in elsewhere.step()] == ["aborted"]
     assert not elsewhere.has_unfinished()
+
+
+def test_what_cannot_be_pickled_harms_no_engine(elsewhere):
+    version = elsewhere.version
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        elsewhere.add(lambda: None)
+    with pytest.raises(RuntimeError, match="OnlyThere: no such class here"):
+        elsewhere.abort(_RaisesWhatOnlyItKnows("x"))
+    assert elsewhere.version == version
+
+
+class _RaisesWhatOnlyItKnows(str):
+    """A request id whose look-up raises an exception of a class that only the other process has."""
+
+    def __reduce__(self):
+        return eval, (_KEY,)
+
+
+_KEY = """type("Key", (str,), {"__hash__": lambda self: exec(
+    "class OnlyThere(Exception): pass\\nOnlyThere.__module__ = 'only_there'\\nraise OnlyThere('no such class here')"
+)})("x")"""
+
+
+def test_a_forked_process_keeps_no_engine_alive():
+    rollout = own_process()
+    forked = os.fork()
+    if not forked:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        start = time.monotonic()
+        rollout.close()
+        assert rollout._process.returncode == 0
+        assert time.monotonic() - start < process._PATIENCE / 2
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        os.waitpid(forked, 0)
+
+
+def test_a_launchers_environment_stays_with_the_trainer(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "of the trainer")
+    with pytest.raises(RuntimeError, match="found: \\[\\]"):
+        process.ProcessRollout(partial(exec, _TELL))
+
+
+_TELL = """
+import os
+names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE")
+raise RuntimeError(f"found: {[name for name in names if name in os.environ]}")
+"""
 
 
 def test_an_engine_that_cannot_start_says_why():

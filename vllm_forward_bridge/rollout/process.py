@@ -10,9 +10,12 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,9 +28,12 @@ from vllm_forward_bridge.rollout.protocol import Completion, Request, Rollout, S
 
 _ALIGNMENT = 256
 """Bytes; a tensor's place in the block suits every dtype and kernel."""
+_WATCH_SECONDS = 1.0
 _PATIENCE = 20.0
 """Seconds that a process whose socket was closed may take to end."""
-_GONE = (EOFError, BrokenPipeError, ConnectionResetError)
+_GONE = (EOFError, OSError)
+_OF_A_TRAINER = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_")
+"""Environment of a launcher: an engine that is alone would wait for the trainer's other ranks."""
 
 
 class ProcessRollout:
@@ -43,15 +49,17 @@ class ProcessRollout:
     """
 
     def __init__(self, make: Callable[[], Rollout], *, visible_devices: str = "") -> None:
-        ours, theirs = socket.socketpair()
         # A CUDA handle names a GPU by its number, which means another one where others are visible.
         self._by_handle = not visible_devices
-        changes = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else {}
-        command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, **changes})
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_TRAINER)}
+        if visible_devices:
+            environment["CUDA_VISIBLE_DEVICES"] = visible_devices
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()}, {os.getpid()})"]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
-        self._connection = Connection(ours.detach())
-        self.close = weakref.finalize(self, _end, self._process, self._connection)
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        self.close = weakref.finalize(self, _end, self._process, self._socket, self._connection)
         """Ends the process; called by itself when this object or the interpreter goes."""
         try:
             self._exchange("starting", make)
@@ -103,9 +111,11 @@ class ProcessRollout:
     def _exchange(self, what: str, message: Any) -> Any:
         if not self.close.alive:
             raise RuntimeError(f"{what} was called, but the rollout process has ended: make a new engine")
+        # What cannot be pickled is refused here, before the other side hears of it.
+        content = pickle.dumps(message)
         try:
-            self._connection.send_bytes(pickle.dumps(message))
-            fault, value = pickle.loads(self._connection.recv_bytes())
+            self._connection.send_bytes(content)
+            answer = self._connection.recv_bytes()
         except _GONE as error:
             self.close()
             raise RuntimeError(
@@ -116,13 +126,21 @@ class ProcessRollout:
             # An answer that was not read would be taken for the next one's.
             self.close()
             raise
+        fault, value = _opened(answer)
         if fault is not None:
             raise fault
         return value
 
 
-def serve(descriptor: int) -> None:
-    """Make the engine that comes first over the socket, then answer calls until the other end closes."""
+def serve(descriptor: int, trainer: int) -> None:
+    """Make the engine that comes first over the socket, then answer calls until the other end closes.
+
+    Args:
+        descriptor: of the socket.
+        trainer: process at the other end; if it is killed, so is this one, in the middle of a step too.
+    """
+    # The socket alone would not tell: a process that the trainer forked may hold it open.
+    threading.Thread(target=_end_without, args=(trainer,), daemon=True).start()
     connection = Connection(descriptor)
     engine = None
     while True:
@@ -150,16 +168,43 @@ def _answer(engine: Rollout | None, message: Any) -> tuple[Rollout | None, bytes
 
 
 def _pickled_fault(fault: Exception) -> bytes:
+    """Return the fault, and beside it what can be read where its class is unknown."""
+    plain = RuntimeError(f"{type(fault).__name__}: {fault}")
+    plain.__notes__ = fault.__notes__
     try:
-        pickle.loads(answer := pickle.dumps((fault, None)))
-        return answer
+        own = pickle.dumps(fault)
     except Exception:
-        plain = RuntimeError(f"{type(fault).__name__}: {fault}")
-        plain.__notes__ = fault.__notes__
-        return pickle.dumps((plain, None))
+        own = b""
+    return pickle.dumps((_Fault(own, plain), None))
 
 
-def _end(process: subprocess.Popen, connection: Connection) -> None:
+@dataclass(frozen=True)
+class _Fault:
+    own: bytes
+    plain: RuntimeError
+
+
+def _opened(answer: bytes) -> tuple[BaseException | None, Any]:
+    fault, value = pickle.loads(answer)
+    if fault is None:
+        return None, value
+    try:
+        return pickle.loads(fault.own), None
+    except Exception:
+        return fault.plain, None
+
+
+def _end_without(trainer: int) -> None:
+    while os.getppid() == trainer:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(1)
+
+
+def _end(process: subprocess.Popen, ours: socket.socket, connection: Connection) -> None:
+    # Closing alone would not end it: a process that the trainer forked may hold the socket open.
+    with suppress(OSError):
+        ours.shutdown(socket.SHUT_RDWR)
+    ours.close()
     connection.close()
     try:
         process.wait(_PATIENCE)
@@ -200,14 +245,21 @@ class _Block:
             places.append((name, tensor.dtype, tuple(tensor.shape), end, size))
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._file = -1 if self._on_gpu else os.memfd_create("weights")
-        self._block = self._allocate(max(end, 1))
-        for (_, tensor), (*_, start, size) in zip(self._tensors, places, strict=True):
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._block[start : start + size].copy_(flat)
+        try:
+            self._fill(places, max(end, 1))
+        except BaseException:
+            self.__exit__()
+            raise
         if self._on_gpu:
             torch.cuda.synchronize(self._block.device)
             return _Packed(*reduce_tensor(self._block), tuple(places))
         return _Packed(_mapped, (f"/proc/{os.getpid()}/fd/{self._file}", len(self._block)), tuple(places))
+
+    def _fill(self, places: Sequence[tuple], size: int) -> None:
+        self._block = self._allocate(size)
+        for (_, tensor), (*_, start, length) in zip(self._tensors, places, strict=True):
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            self._block[start : start + length].copy_(flat)
 
     def _allocate(self, size: int) -> Tensor:
         if self._on_gpu:
@@ -216,7 +268,7 @@ class _Block:
         return _mapped(f"/proc/self/fd/{self._file}", size)
 
     def __exit__(self, *_: object) -> None:
-        del self._block, self._tensors
+        self._block, self._tensors = None, []
         if self._file >= 0:
             os.close(self._file)
 
