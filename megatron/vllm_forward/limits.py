@@ -141,6 +141,11 @@ def _layout_problems(model: ModelConfig, config: TransformerConfig) -> Iterator[
             f"sequence_parallel is {config.sequence_parallel} with tensor_model_parallel_size {tensor}; a rank "
             "multiplies its own token rows: pass --sequence-parallel with tensor parallelism, and only then"
         )
+    if tensor > 1 and context > 1:
+        yield (
+            f"tensor_model_parallel_size is {tensor} and context_parallel_size {context}; each is proven alone, the two "
+            "together are not: set one of them to 1"
+        )
     if model.n_routed_experts % experts:
         yield f"{model.n_routed_experts} experts do not divide by expert_model_parallel_size {experts}"
     for name, count, size in (

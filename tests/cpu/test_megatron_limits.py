@@ -60,7 +60,8 @@ def test_every_violation_is_listed_at_once(bridge):
         "params_dtype is torch.float32", "hidden_dropout is 0.1", "expert_tensor_parallel_size is 3", "fp8 is 'e4m3'",
         "moe_permute_fusion is True", "'layernorm'", "hidden_size is 256", "vocab_size is 1408", "'MEM-E/ME'", "'rope'",
         "8 experts do not divide by expert_model_parallel_size 3", "sequence_parallel is False",
-        "16 mamba heads do not divide by 12 ranks", "2 mamba groups do not divide by 12 ranks",
+        "tensor_model_parallel_size is 3 and context_parallel_size 4", "16 mamba heads do not divide by 12 ranks",
+        "2 mamba groups do not divide by 12 ranks",
         "2 KV heads do not divide by 3 ranks", "1280 rows of the vocabulary do", "256 shared-expert channels do not",
     )  # fmt: skip
     assert [part for part in expected if part not in str(raised.value)] == []
