@@ -143,7 +143,7 @@ def _layout_problems(model: ModelConfig, config: TransformerConfig) -> Iterator[
         )
     if tensor > 1 and context > 1:
         yield (
-            f"tensor_model_parallel_size is {tensor} and context_parallel_size {context}; each is proven alone, the two "
+            f"tensor_model_parallel_size is {tensor} and context_parallel_size {context}; each is proven alone, both "
             "together are not: set one of them to 1"
         )
     if model.n_routed_experts % experts:
