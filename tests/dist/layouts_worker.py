@@ -13,6 +13,7 @@ from megatron.vllm_forward import launch
 REPOSITORY, OUT = Path(sys.argv[1]), Path(sys.argv[2])
 LENGTHS = (40, 16, 24)
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1".split()
+EXPERT_PARALLEL = ["--expert-model-parallel-size", "2"]
 RELOAD = ["--load", str(OUT / "saved"), "--no-load-optim", "--no-load-rng"]
 LAYOUTS = {
     "dp": [],
@@ -20,7 +21,8 @@ LAYOUTS = {
     "tp": [*TENSOR_PARALLEL, "--save", str(OUT / "saved"), "--save-interval", "1"],
     "reload": RELOAD,
     "reload in place": [*TENSOR_PARALLEL, *RELOAD],
-    "ep": ["--expert-model-parallel-size", "2"],
+    "ep": EXPERT_PARALLEL,
+    "tp and ep": [*TENSOR_PARALLEL, *EXPERT_PARALLEL],
     "pp": ["--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "ME|M*E"],
     "cp": ["--context-parallel-size", "2"],
 }

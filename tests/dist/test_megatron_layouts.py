@@ -14,7 +14,7 @@ from vllm_forward_bridge.checkpoint.tiny import make_tiny_checkpoint
 from vllm_forward_bridge.parity.bits import assert_same_bits, same_bits
 
 pytestmark = pytest.mark.dist
-LAYOUTS = ("dp", "overlap", "tp", "ep", "pp", "cp")
+LAYOUTS = ("dp", "overlap", "tp", "ep", "tp and ep", "pp", "cp")
 NUM_LAYERS = 5
 # Rows of the tiny mixer that tensor parallelism shares out section by section.
 SECTIONS = {"in_proj.weight": [512, 512, 128, 128, 16], "conv1d": [512, 128, 128]}
@@ -76,9 +76,10 @@ def test_all_ranks_export_the_same_bytes_and_an_idle_step_changes_none(ranks, la
     assert first["changed_blocks"] > 1000
 
 
-def test_tensor_parallelism_keeps_the_bits(ranks):
+@pytest.mark.parametrize("layout", ["tp", "tp and ep"])
+def test_tensor_parallelism_keeps_the_bits(ranks, layout):
     for rank in (0, 1):
-        assert_same_bits(losses(ranks[rank]["tp"]), losses(ranks[0]["dp"]), f"TP 2, rank {rank}")
+        assert_same_bits(losses(ranks[rank][layout]), losses(ranks[0]["dp"]), f"{layout} 2, rank {rank}")
 
 
 def test_an_overlapped_parameter_gather_gives_the_same_bytes(ranks):
@@ -102,7 +103,7 @@ def share(whole, shape, name, rank):
     return torch.cat([section.chunk(2)[rank] for section in whole.split(sections)])
 
 
-@pytest.mark.parametrize("layout", ["tp", "ep", "pp", "cp"])
+@pytest.mark.parametrize("layout", ["tp", "ep", "tp and ep", "pp", "cp"])
 def test_gradients_are_close_to_one_process(ranks, layout):
     # Expert parallelism trains on both batches, like data parallelism; the others on the first one alone.
     want = ranks[0]["dp"]["gradients" if layout == "ep" else "alone"]
