@@ -98,7 +98,7 @@ def read_json_object(path: Path) -> dict:
         raise ValueError(f"{path} is not JSON ({error}); a whole file is needed: fetch or copy it again") from error
     if not isinstance(content, dict):
         raise ValueError(
-            f"{path} holds a {type(content).__name__}; a JSON object is needed: fetch or copy the file again"
+            f"{path} holds JSON of type {type(content).__name__}; an object is needed: fetch or copy the file again"
         )
     return content
 

@@ -169,5 +169,5 @@ def test_model_config_names_wrong_types_at_once():
 def test_model_config_names_a_file_that_is_not_an_object(tmp_path, name, content):
     (tmp_path / "config.json").write_text(json.dumps(parts()[0]))
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=rf"/{name} holds a \w+; a JSON object is needed: fetch or copy"):
+    with pytest.raises(ValueError, match=rf"/{name} holds JSON of type \w+; an object is needed: fetch or copy"):
         load_model_config(tmp_path)
