@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         for folder in folders:
             sub.add_argument(folder)
-        sub.add_argument("--workers", type=int, default=2, help="files or tensors at a time (default 2)")
+        sub.add_argument("--workers", type=_workers, default=2, help="files or tensors at a time (default 2)")
         sub.add_argument("--json", action="store_true", help="print one JSON object")
         return sub
 
@@ -70,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (back, look, verify, diff):
         sub.add_argument("--base", help="Megatron checkpoint that a training run started from, for what its own lacks")
     return parser
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} was given; a number of at least 1 is needed, or nothing gets done")
+    return int(text)
 
 
 def _to_megatron(args: argparse.Namespace) -> int:

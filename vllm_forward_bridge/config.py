@@ -93,13 +93,10 @@ def load(path: str | Path) -> BridgeConfig:
     """Read a TOML file into a BridgeConfig; relative folders in it are relative to the file.
 
     Raises:
-        ValueError: lists every unknown key, wrong type and forbidden value at once.
+        ValueError: the file cannot be read; or lists every unknown key, wrong type and forbidden value at once.
     """
     path = Path(path)
-    try:
-        tables = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    tables = _read_tables(path)
     problems: list[str] = []
     sections = {}
     types = get_type_hints(BridgeConfig)
@@ -112,11 +109,9 @@ def load(path: str | Path) -> BridgeConfig:
             if values.get(key) and not Path(values[key]).is_absolute():
                 values[key] = str(path.parent / values[key])
         missing = [f.name for f in fields(section) if f.name not in values and _is_required(f)]
-        problems += [f"[{name}] lacks {key}; it has no default" for key in missing]
-        if not missing:
-            sections[name] = section(**values)
-    if len(sections) == len(types):
-        problems += _value_problems(_Unchecked(**sections))
+        # The stand-in never leaves this function; with it the other values are checked too.
+        sections[name] = section(**values, **dict.fromkeys(missing, "missing"))
+    problems += _value_problems(_Unchecked(**sections))
     if problems:
         raise ValueError(f"{path}: the bridge configuration is outside the contract:\n  - " + "\n  - ".join(problems))
     return BridgeConfig(**sections)
@@ -128,6 +123,18 @@ class _Unchecked:
     forward: ForwardSection
     rollout: RolloutSection
     gate: GateSection
+
+
+def _read_tables(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}); a TOML file with at least [model] repository is needed: "
+            "correct the path"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
 def _is_required(entry: dataclasses.Field) -> bool:
@@ -150,6 +157,8 @@ def _checked_table(name: str, section: type, table: Any, problems: list[str]) ->
             problems.append(f"[{name}] {key} is {value!r}; {wanted.__name__} is needed")
         else:
             good[key] = value
+    lacking = [f.name for f in fields(section) if f.name not in table and _is_required(f)]
+    problems += [f"[{name}] lacks {key}; it has no default" for key in lacking]
     return good
 
 
@@ -168,6 +177,8 @@ _POSITIVE = (
 
 def _value_problems(config: Any) -> list[str]:
     problems = []
+    if not config.model.repository:
+        problems.append("[model] repository is ''; the folder with config.json is needed, which gives the geometry")
     for (section, key), choices in _CHOICES.items():
         value = getattr(getattr(config, section), key)
         if value not in choices:
@@ -181,10 +192,14 @@ def _value_problems(config: Any) -> list[str]:
             f"[rollout] visible_devices is {config.rollout.visible_devices!r} without own_process; the trainer's "
             "process sees the trainer's GPUs: set own_process = true"
         )
-    gate, baseline = config.gate, config.forward.mode == "baseline"
+    return problems + _gate_problems(config.gate, config.forward.mode == "baseline")
+
+
+def _gate_problems(gate: GateSection, baseline: bool) -> list[str]:
     rules = (
         (
-            gate.correction_cap < 1.0,
+            # Not `< 1.0`, which nan would pass.
+            not gate.correction_cap >= 1.0,
             f"correction_cap is {gate.correction_cap}; at least 1.0 is needed, since a ratio of exactly one must pass",
         ),
         (
@@ -204,5 +219,4 @@ def _value_problems(config: Any) -> list[str]:
             "old_logprob is 'reuse' with mode 'baseline'; only the bridged forward can be certified",
         ),
     )
-    problems += [f"[gate] {text}" for broken, text in rules if broken]
-    return problems
+    return [f"[gate] {text}" for broken, text in rules if broken]

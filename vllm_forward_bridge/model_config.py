@@ -2,6 +2,7 @@
 """Geometry and quantisation map of a nemotron_h checkpoint, read from its two JSON files. Imports no torch."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from vllm_forward_bridge.quantization_map import (
     NVFP4_GROUP_SIZE,
     QuantizationMap,
     disagreements,
+    is_list_of_strings,
     parse_quantization,
 )
 
@@ -77,36 +79,51 @@ def load_model_config(folder: str | Path) -> ModelConfig:
         FileNotFoundError: there is no config.json.
     """
     folder = Path(folder)
-    config = _read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     quant_file = folder / "hf_quant_config.json"
-    quant = _read_json(quant_file).get("quantization", {}) if quant_file.exists() else None
+    quant = read_json_object(quant_file).get("quantization", {}) if quant_file.exists() else None
     return parse_model_config(config, quant, where=str(folder))
 
 
-def _read_json(path: Path) -> dict:
+def read_json_object(path: Path) -> dict:
+    """Return the JSON object that a file of a checkpoint holds.
+
+    Raises:
+        ValueError: the file holds something else; the message names it.
+    """
     try:
         # Python's reader takes Infinity, which some released files hold although it is not JSON.
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); the file of the released repository is needed") from error
+        raise ValueError(f"{path} is not JSON ({error}); a whole file is needed: fetch or copy it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds JSON of type {type(content).__name__}; an object is needed: fetch or copy the file again"
+        )
+    return content
 
 
 def parse_model_config(config: Mapping, quant: Mapping | None, *, where: str = "config.json") -> ModelConfig:
     """Build a ModelConfig from the two parsed JSON objects; see `load_model_config`."""
-    problems = disagreements(config.get("quantization_config"), quant)
+    problems: list[str] = []
+    inner = _object(config.get("quantization_config"), "config.json's quantization_config", problems)
+    quant = _object(quant, "hf_quant_config.json's quantization", problems)
+    problems += disagreements(inner, quant)
     # transformers lets the legacy name of a scalar win over the modern one.
     config = {**config, **{modern: config[legacy] for legacy, modern in _LEGACY_NAMES.items() if legacy in config}}
     layer_types = _layer_letters(config, "layers_block_type", "hybrid_override_pattern", problems)
-    mtp = int(config.get("num_nextn_predict_layers") or 0)
-    mtp_types = ""
-    if mtp:
+    mtp, mtp_types = 0, ""
+    if config.get("num_nextn_predict_layers"):
+        mtp = _number(config, "num_nextn_predict_layers", problems)
         mtp_types = _layer_letters(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern", problems)
     _check_fixed_choices(config, layer_types, problems)
     values = {name: _number(config, name, problems) for name in _NUMBERS}
-    values["norm_eps"] = config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
+    epsilon = "norm_eps" if "norm_eps" in config else "layer_norm_epsilon"
+    values["norm_eps"] = _positive(config, epsilon, 1e-5, problems)
+    values["routed_scaling_factor"] = _positive(config, "routed_scaling_factor", 1.0, problems)
     latent = config.get("moe_latent_size")
     values["moe_latent_size"] = None if latent is None else _number(config, "moe_latent_size", problems)
-    quantization = parse_quantization(quant if quant is not None else config.get("quantization_config"), problems)
+    quantization = parse_quantization(quant if quant is not None else inner, problems)
     if not problems:
         problems += _divisibility_problems(values)
     if problems:
@@ -115,7 +132,6 @@ def parse_model_config(config: Mapping, quant: Mapping | None, *, where: str = "
         layer_types=layer_types,
         mtp_layer_types=mtp_types,
         num_nextn_predict_layers=mtp,
-        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
         quantization=quantization,
         **values,
     )
@@ -159,20 +175,34 @@ def _check_fixed_choices(config: Mapping, layer_types: str, problems: list[str])
         given = config.get(name, accepted)
         if given != accepted:
             problems.append(f"{name} is {given!r}; only {accepted!r} is accepted, because {why}")
-    low, high = map(float, config.get("time_step_limit") or (0.0, "inf"))
-    if low != 0.0 or high < 1e300:
-        problems.append(f"time_step_limit is {[low, high]}; only [0, infinity] is accepted, the scan does not clamp dt")
+    limit = config.get("time_step_limit")
+    if limit and not _is_unlimited(limit):
+        problems.append(f"time_step_limit is {limit!r}; only [0, infinity] is accepted, the scan does not clamp dt")
     layers = config.get("num_hidden_layers", len(layer_types))
-    if layers != len(layer_types):
+    if layer_types and layers != len(layer_types):
         problems.append(
             f"num_hidden_layers is {layers}, but the layer list has {len(layer_types)} entries; make them agree"
         )
+
+
+def _is_unlimited(limit: object) -> bool:
+    try:
+        low, high = map(float, limit)
+    except (TypeError, ValueError):
+        return False
+    return low == 0.0 and high >= 1e300
 
 
 def _layer_letters(config: Mapping, words_key: str, pattern_key: str, problems: list[str]) -> str:
     words, pattern = config.get(words_key), config.get(pattern_key)
     if not words and not pattern:
         problems.append(f"neither {words_key} nor {pattern_key} is given; one must list the layers")
+        return ""
+    if words and not is_list_of_strings(words):
+        problems.append(f"{words_key} is {words!r}; a list of layer names is needed, one a layer")
+        return ""
+    if pattern and not isinstance(pattern, str):
+        problems.append(f"{pattern_key} is {pattern!r}; a string is needed, one letter a layer")
         return ""
     letters = "".join(LAYER_LETTERS.get(word, "?") for word in words) if words else pattern
     if words and pattern and letters != pattern:
@@ -193,6 +223,21 @@ def _layer_letters(config: Mapping, words_key: str, pattern_key: str, problems: 
             "layers alone, and the MTP layers in mtp_layers_block_type"
         )
     return letters
+
+
+def _object(value: object, name: str, problems: list[str]) -> Mapping | None:
+    if value is None or isinstance(value, Mapping):
+        return value
+    problems.append(f"{name} is {value!r}; an object is needed, as ModelOpt writes it")
+    return None
+
+
+def _positive(config: Mapping, name: str, default: float, problems: list[str]) -> float:
+    value = config.get(name, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        problems.append(f"{name} is {value!r}; a positive number is needed")
+        return default
+    return float(value)
 
 
 def _number(config: Mapping, name: str, problems: list[str]) -> int:

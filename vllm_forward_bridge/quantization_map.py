@@ -46,7 +46,7 @@ def parse_quantization(quant: Mapping | None, problems: list[str]) -> Quantizati
     if quant is None:
         return QuantizationMap()
     algo, formats, default = quant.get("quant_algo"), {}, "BF16"
-    exclude = tuple(quant.get("exclude_modules", quant.get("ignore")) or ())
+    exclude = _excluded(quant, problems)
     if algo == "MIXED_PRECISION":
         formats = _layer_formats(quant.get("quantized_layers"), problems)
     elif algo in WEIGHT_FORMATS[1:]:
@@ -86,12 +86,34 @@ def disagreements(config_json: Mapping | None, quant_json: Mapping | None) -> li
     )
 
 
-def _layer_formats(layers: Mapping | None, problems: list[str]) -> dict[str, str]:
+def is_list_of_strings(value: object) -> bool:
+    """Tell whether a value of a JSON file is a list of strings."""
+    return isinstance(value, (list, tuple)) and all(isinstance(entry, str) for entry in value)
+
+
+def _excluded(quant: Mapping, problems: list[str]) -> tuple[str, ...]:
+    key = "exclude_modules" if "exclude_modules" in quant else "ignore"
+    given = quant.get(key)
+    if given is None:
+        return ()
+    if not is_list_of_strings(given):
+        problems.append(f"{key} is {given!r}; a list of module names and patterns is needed")
+        return ()
+    return tuple(given)
+
+
+def _layer_formats(layers: object, problems: list[str]) -> dict[str, str]:
     if not layers:
         problems.append("quant_algo is MIXED_PRECISION without quantized_layers; the format of each module is needed")
         return {}
+    if not isinstance(layers, Mapping):
+        problems.append(f"quantized_layers is {layers!r}; an object is needed, with the format of each module")
+        return {}
     formats = {}
     for module, entry in layers.items():
+        if not isinstance(entry, Mapping):
+            problems.append(f"quantized_layers gives {entry!r} to {module}; an object with its quant_algo is needed")
+            continue
         formats[module] = str(entry.get("quant_algo"))
         _check_group_size(module, entry, problems)
     unknown = sorted(set(formats.values()) - set(WEIGHT_FORMATS))

@@ -14,20 +14,27 @@ from megatron.vllm_forward.arguments import given_file
 from megatron.vllm_forward.launch import session
 from megatron.vllm_forward.orphans import end_with_parent
 from megatron.vllm_forward.patches import Patch, applied
+from vllm_forward_bridge.config import load
 
 
 def main(argv: list[str]) -> None:
     """Run the script with its own arguments, unmodified, as if python had been given its path.
 
     Raises:
-        SystemExit: no script or no `--vllm-forward` was given.
+        SystemExit: no script or no `--vllm-forward` was given, or that file cannot be used.
     """
-    if not argv or argv[0].startswith("-") or given_file(argv[1:]) is None:
+    path = given_file(argv[1:])
+    if not argv or argv[0].startswith("-") or path is None:
         raise SystemExit(
             f"given: {' '.join(argv) or 'nothing'}\n"
             "needed: python -m megatron.vllm_forward SCRIPT [the script's arguments] --vllm-forward FILE.toml\n"
             "(with several processes: torchrun ... -m megatron.vllm_forward SCRIPT ...)"
         )
+    try:
+        load(path)
+    except ValueError as error:
+        # Read again where Megatron parses; here a mistake in the file is told without a traceback.
+        raise SystemExit(f"--vllm-forward {error}") from error
     _be_one_process_without_torchrun()
     script = argv[0]
     # Python puts the script's folder first, so that it finds its neighbours.

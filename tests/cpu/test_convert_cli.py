@@ -78,6 +78,14 @@ def test_cli_misuse_is_two_with_the_reason(folder, convert, tmp_path, capsys):
         assert error.value.code == 2
 
 
+def test_cli_workers_must_be_at_least_one(convert, capsys):
+    for text in ("0", "-1", "many"):
+        with pytest.raises(SystemExit) as error:
+            convert(["to-hf", "a", "b", f"--workers={text}"])
+        assert error.value.code == 2
+        assert f"argument --workers: '{text}' was given; a number of at least 1 is needed" in capsys.readouterr().err
+
+
 def test_cli_help_has_a_real_example(convert, capsys):
     with pytest.raises(SystemExit) as error:
         convert(["--help"])

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each public fault of this family's checkpoints that a converter can meet, with its smallest input."""
 
+import json
+import pickle
+import shutil
+
 import pytest
 import torch
 from edited_repository import edit_repository
 
-from vllm_forward_bridge.checkpoint import convert_to_megatron, make_tiny_checkpoint, open_repository
+from vllm_forward_bridge.checkpoint import convert_to_hf, convert_to_megatron, make_tiny_checkpoint, open_repository
 from vllm_forward_bridge.checkpoint.compare import compare
 from vllm_forward_bridge.checkpoint.tiny_config import FAMILIES
 
@@ -307,3 +311,77 @@ def test_missing_and_extra_and_other_files_are_named(folder, tmp_path):
     assert "lm_head.weight_scale" in kinds["missing"]
     assert "lm_head.weight" in kinds["dtype"]
     assert kinds["unexpected"] == []
+
+
+# Damaged Megatron checkpoints -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def megatron(folder):
+    convert_to_megatron(folder / "lightning", folder / "megatron")
+    return folder / "megatron"
+
+
+def damaged(megatron, tmp_path, name, change):
+    """Return the message of an export after `change` of a file's bytes."""
+    shutil.copytree(megatron, tmp_path / "damaged")
+    path = tmp_path / "damaged" / name
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError) as error:
+        convert_to_hf(tmp_path / "damaged", tmp_path / "exported")
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+def half(raw):
+    return raw[: len(raw) // 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (half, "bytes that cannot be unpickled (UnpicklingError: pickle data was truncated)"),
+        (lambda raw: b"", "0 bytes that cannot be unpickled (EOFError: Ran out of input)"),
+        (lambda raw: b"hello", "5 bytes that cannot be unpickled"),
+        (lambda raw: pickle.dumps([1]), "holds a list; the Metadata of a torch_dist checkpoint is needed"),
+    ],
+    ids=["half", "empty", "text", "a list"],
+)
+def test_damaged_metadata_is_named(megatron, tmp_path, change, text):
+    message = damaged(megatron, tmp_path, "release/.metadata", change)
+    assert text in message
+    assert message.endswith("copy it again")
+
+
+def test_damaged_block_is_named(megatron, tmp_path):
+    message = damaged(megatron, tmp_path, "release/__1_0.distcp", lambda raw: raw.replace(b"data.pkl", b"data.xyz"))
+    assert "no tensor at byte 0 (KeyError: 'data.pkl'); a file as torch.save writes it is needed" in message
+
+
+def with_tensors(change):
+    """Return a change of tensors.json by its object."""
+
+    def changed(raw):
+        stored = json.loads(raw)
+        change(stored)
+        return json.dumps(stored).encode()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "texts"),
+    [
+        (half, ["tensors.json is not JSON (", "a whole file is needed: fetch or copy it again"]),
+        (lambda raw: b"{}", ["headers is None; an object is needed", "tensors is None; a list is needed"]),
+        (lambda raw: b"[]", ["tensors.json holds JSON of type list; an object is needed"]),
+        (with_tensors(lambda t: t["tensors"][0].update(dtype="F99")), ["'dtype': 'F99'", "a dtype of BF16, F32"]),
+        (with_tensors(lambda t: t["tensors"][0].update(shape=5)), ["'shape': 5", "a shape"]),
+        (with_tensors(lambda t: t["headers"].popitem()), ["and a shard of headers are needed"]),
+        (with_tensors(lambda t: t.update(tensors=[])), ["lm_head.weight: missing"]),
+    ],
+    ids=["half", "empty object", "list", "dtype", "shape", "shard", "no tensors"],
+)
+def test_damaged_table_is_named(megatron, tmp_path, change, texts):
+    message = damaged(megatron, tmp_path, "hf/tensors.json", change)
+    assert all(text in message for text in texts)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_forward_bridge.checkpoint import convert_to_hf, convert_to_megatron, make_tiny_checkpoint
+from vllm_forward_bridge.checkpoint import convert_to_hf, convert_to_megatron, make_tiny_checkpoint, transfer
 from vllm_forward_bridge.checkpoint.repository import Repository, partial_folder
 from vllm_forward_bridge.checkpoint.torch_dist_reader import TorchDistReader
 
@@ -83,6 +83,54 @@ def test_interrupted_conversion_of_another_source_is_refused(folder, tmp_path):
         convert_to_megatron(folder / "hf", tmp_path / "target", dry_run=True)
     shutil.rmtree(partial_folder(tmp_path / "target"))
     assert convert_to_megatron(source, tmp_path / "target").reused_bytes == 0
+
+
+def test_conversion_killed_before_its_first_file_starts_fresh(folder, tmp_path):
+    """Killed while it makes its folders, a conversion has nothing yet that another could take up."""
+    place = partial_folder(tmp_path / "target")
+    (place / "records").mkdir(parents=True)
+    (place / "conversion.json.partial").write_text("{")
+    assert convert_to_megatron(folder / "hf", tmp_path / "target", dry_run=True).reused_bytes == 0
+    assert convert_to_megatron(folder / "hf", tmp_path / "target").reused_bytes == 0
+    assert files(tmp_path / "target") == files(folder / "megatron")
+
+
+def test_folder_with_files_of_others_is_refused(folder, tmp_path):
+    place = partial_folder(tmp_path / "target")
+    place.mkdir()
+    (place / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match="holds parts of another conversion"):
+        convert_to_megatron(folder / "hf", tmp_path / "target")
+    assert (place / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("direction", CONVERT)
+def test_conversion_killed_around_its_last_rename(folder, tmp_path, monkeypatch, direction):
+    source, target = folder / ("hf" if direction == "to-megatron" else "megatron"), tmp_path / "target"
+    finish = transfer.finish_folder
+
+    def before(partial, path):
+        raise KeyboardInterrupt
+
+    def after(partial, path):
+        finish(partial, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transfer, "finish_folder", before)
+    with pytest.raises(KeyboardInterrupt):
+        CONVERT[direction](source, target)
+    assert not target.exists()
+    monkeypatch.setattr(transfer, "finish_folder", after)
+    with pytest.raises(KeyboardInterrupt):
+        CONVERT[direction](source, target)
+    whole = files(target)
+    assert whole == files(folder / ("megatron" if direction == "to-megatron" else "back"))
+    # What is left beside a finished target belongs to nothing: a new conversion starts from the source.
+    shutil.rmtree(target)
+    monkeypatch.setattr(transfer, "finish_folder", finish)
+    assert CONVERT[direction](source, target).reused_bytes == 0
+    assert files(target) == whole
+    assert not partial_folder(target).exists()
 
 
 def test_failed_conversion_leaves_no_target_and_stops_every_worker(folder, tmp_path, monkeypatch):

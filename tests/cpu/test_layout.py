@@ -5,7 +5,8 @@ import pytest
 
 from vllm_forward_bridge.checkpoint.layout import Layout, layout_problems, parse_layout
 from vllm_forward_bridge.checkpoint.released import released_config
-from vllm_forward_bridge.model_config import QuantizationMap, parse_model_config
+from vllm_forward_bridge.model_config import parse_model_config
+from vllm_forward_bridge.quantization_map import NVFP4_GROUP_SIZE
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def test_parse_layout():
             parse_layout(text)
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(2, 8, 4), Layout(4, 128, 52), Layout(8, 64, 2)])
+@pytest.mark.parametrize("layout", [Layout(), Layout(2, 8, 4), Layout(2, 128, 52), Layout(1, 64, 2)])
 def test_lightning_layouts_that_are_possible(lightning, layout):
     assert layout_problems(lightning, layout) == []
 
@@ -32,6 +33,10 @@ def test_lightning_layouts_that_are_possible(lightning, layout):
     [
         (Layout(tensor=3), ["mamba_num_heads is 64, tp is 3", "n_groups is 8", "num_key_value_heads is 2, tp is 3"]),
         (Layout(tensor=16), ["n_groups is 8, tp is 16; a multiple is needed, because B and C are split by group"]),
+        (
+            Layout(tensor=4),
+            ["num_key_value_heads is 2, tp is 4; a multiple is needed, because a rank has whole key/value"],
+        ),
         (
             Layout(expert=3),
             ["n_routed_experts is 128, ep is 3; a multiple is needed, because a rank has whole experts"],
@@ -44,16 +49,9 @@ def test_lightning_layouts_that_are_not(lightning, layout, parts):
     assert all(part in problems for part in parts)
 
 
-def test_columns_that_cut_an_nvfp4_block(lightning):
-    """Row-parallel weights are cut along the blocks: (columns / TP) must be a multiple of 16."""
-    assert layout_problems(lightning, Layout(tensor=8)) == []
-    narrow = dataclasses.replace(lightning, moe_shared_expert_intermediate_size=3712 - 64)
-    problems = layout_problems(narrow, Layout(tensor=8))
-    assert len(problems) == 1
-    assert (
-        "backbone.layers.1.mixer.shared_experts.down_proj.weight has 3648 columns, tp is 8: 456 a rank" in problems[0]
-    )
-    assert "a multiple of 16 is needed, because the NVFP4 blocks run along the columns" in problems[0]
-    # The same width in BF16 cuts no block.
-    plain = dataclasses.replace(narrow, quantization=QuantizationMap())
-    assert layout_problems(plain, Layout(tensor=8)) == []
+def test_columns_of_a_rank_need_not_be_whole_nvfp4_blocks(lightning):
+    """Each rank has the whole bytes; only the master is split, and its columns have no blocks."""
+    columns = 2 * 8 * 115
+    assert columns // 2 % NVFP4_GROUP_SIZE != 0
+    odd = dataclasses.replace(lightning, moe_shared_expert_intermediate_size=columns)
+    assert layout_problems(odd, Layout(tensor=2)) == []

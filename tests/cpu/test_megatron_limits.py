@@ -122,6 +122,11 @@ def test_without_script_or_flag_the_launcher_says_how_it_is_used(given):
         main(given)
 
 
+def test_a_file_that_cannot_be_used_ends_the_launcher_with_the_reason(tmp_path):
+    with pytest.raises(SystemExit, match=r"none.toml cannot be read \(No such file or directory\)"):
+        main(["script.py", "--vllm-forward", str(tmp_path / "none.toml")])
+
+
 def test_flags_of_the_geometry_are_found_whatever_else_is_given(bridge):
     flags = arguments.model_arguments(bridge.model)
     assert flags[flags.index("--hybrid-layer-pattern") + 1] == "MEM*E"

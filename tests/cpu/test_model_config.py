@@ -96,6 +96,19 @@ FAULTS = {
     "no layers": ({}, {"quantized_layers": {}}, "MIXED_PRECISION without quantized_layers"),
     "group size": ({}, {"quantized_layers": {"lm_head": {"quant_algo": "NVFP4", "group_size": 32}}}, "group_size 32"),
     "excluded head": ({}, {"exclude_modules": ["lm_head*"]}, "lm_head is in quantized_layers, but"),
+    "null factor": ({"routed_scaling_factor": None}, {}, "routed_scaling_factor is None; a positive number is needed"),
+    "text as epsilon": ({"norm_eps": "x"}, {}, "norm_eps is 'x'; a positive number is needed"),
+    "text as MTP": ({"num_nextn_predict_layers": "x"}, {}, "num_nextn_predict_layers is 'x'; a positive integer"),
+    "number as layers": ({"layers_block_type": 5}, {}, "layers_block_type is 5; a list of layer names is needed"),
+    "list in the layers": ({"layers_block_type": ["moe", []]}, {}, "layers_block_type is ['moe', []]; a list of"),
+    "number as pattern": ({**NO_LIST, "hybrid_override_pattern": 5}, {}, "hybrid_override_pattern is 5; a string"),
+    "number as limit": ({"time_step_limit": 5}, {}, "time_step_limit is 5; only [0, infinity]"),
+    "text as limit": ({"time_step_limit": "x"}, {}, "time_step_limit is 'x'; only [0, infinity]"),
+    "list as quantization": ({"quantization_config": [1]}, {}, "quantization_config is [1]; an object is needed"),
+    "number as exclusion": ({}, {"exclude_modules": 5}, "exclude_modules is 5; a list of module names"),
+    "text as exclusion": ({}, {"exclude_modules": "lm_head"}, "exclude_modules is 'lm_head'; a list of module names"),
+    "text as formats": ({}, {"quantized_layers": "x"}, "quantized_layers is 'x'; an object is needed"),
+    "text as a format": ({}, {"quantized_layers": {"lm_head": "FP8"}}, "gives 'FP8' to lm_head; an object"),
     "unknown KV cache": ({}, {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo is 'NVFP4'"),
 }  # fmt: skip
 
@@ -137,4 +150,24 @@ def test_model_config_rejects_two_files_that_disagree(key, value, message):
 def test_model_config_names_a_file_that_is_not_json(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json is not JSON"):
+        load_model_config(tmp_path)
+
+
+def test_model_config_names_wrong_types_at_once():
+    config, _ = parts()
+    config.update(layers_block_type=5, routed_scaling_factor=None)
+    with pytest.raises(ValueError) as error:
+        parse_model_config(config, 7)
+    lines = str(error.value).splitlines()[1:]
+    assert [line.split(" is ")[0].strip(" -") for line in lines] == [
+        "hf_quant_config.json's quantization", "layers_block_type", "routed_scaling_factor",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("content", ["null", "[]", '"x"', "5"])
+def test_model_config_names_a_file_that_is_not_an_object(tmp_path, name, content):
+    (tmp_path / "config.json").write_text(json.dumps(parts()[0]))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"/{name} holds JSON of type \w+; an object is needed: fetch or copy"):
         load_model_config(tmp_path)

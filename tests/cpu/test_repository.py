@@ -101,6 +101,36 @@ def test_repository_header_that_is_not_json(copy):
     assert f"{path.name}: the header is not JSON" in fault(copy)
 
 
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        ("[]", "the header is not JSON (of type list, not an object)"),
+        ('{"a":5}', "a lacks a valid dtype, shape or data_offsets in the header"),
+        ('{"a":{"dtype":"BF16","shape":[-1],"data_offsets":[0,2]}}', "a lacks a valid dtype, shape or data_offsets"),
+        ('{"a":{"dtype":"BF16","shape":[1],"data_offsets":[2]}}', "a lacks a valid dtype, shape or data_offsets"),
+    ],
+)
+def test_repository_header_of_other_types(copy, header, text):
+    path = last_shard(copy)
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"00")
+    assert f"{path.name}: {text}" in fault(copy)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{}", ": has no weight_map; an object with the file of each tensor is needed"),
+        ('{"weight_map": [5]}', ": has weight_map [5]; an object with the file of each tensor is needed"),
+        ('{"weight_map": {"a": null}}', ": has weight_map {'a': None}; an object with the file of each"),
+        ("5", " holds JSON of type int; an object is needed"),
+        ('{"weight_map": {', " is not JSON"),
+    ],
+)
+def test_repository_index_without_a_map(copy, content, text):
+    (copy / INDEX_FILE).write_text(content)
+    assert f"{INDEX_FILE}{text}" in fault(copy)
+
+
 def test_repository_trailing_bytes(copy):
     path = last_shard(copy)
     path.write_bytes(path.read_bytes() + b"123")

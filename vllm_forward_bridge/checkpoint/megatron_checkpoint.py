@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Megatron checkpoint seen as the Hugging Face repository that it exports to."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -9,12 +8,14 @@ import torch
 from torch import Tensor
 
 from vllm_forward_bridge.checkpoint.megatron_keys import CARRIED, Chunk, chunk_units, placements
-from vllm_forward_bridge.checkpoint.safetensors_file import DTYPES, TensorSpec, byte_view
+from vllm_forward_bridge.checkpoint.safetensors_file import DTYPES, TensorSpec, byte_view, is_shape
+from vllm_forward_bridge.checkpoint.tensor_table import table_problems
 from vllm_forward_bridge.checkpoint.to_megatron import RELEASE, SOURCE_FOLDER, TENSORS_FILE, TRACKER_FILE
 from vllm_forward_bridge.checkpoint.torch_dist_reader import TorchDistReader
 from vllm_forward_bridge.checkpoint.torch_dist_writer import METADATA_FILE
-from vllm_forward_bridge.model_config import load_model_config
+from vllm_forward_bridge.model_config import ModelConfig, load_model_config, read_json_object
 
+_SHOWN = 80
 # Megatron pads the vocabulary of these to a multiple of its TP size.
 _PADDED = ("embedding.word_embeddings.", "output_layer.")
 
@@ -37,12 +38,7 @@ class MegatronCheckpoint:
         roots = [self.folder.parent] + ([iteration_folder(Path(base)).parent] if base else [])
         self.files_folder = _source_files(roots)
         self.config = load_model_config(self.files_folder)
-        stored = json.loads((self.files_folder / TENSORS_FILE).read_text())
-        self.headers: dict[str, str] = stored["headers"]
-        self.table = {
-            entry["name"]: TensorSpec(entry["name"], DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["shard"])
-            for entry in stored["tensors"]
-        }
+        self.headers, self.table = _stored_tensors(self.files_folder / TENSORS_FILE, self.config)
         self._units = chunk_units(self.config, self.table)
         self._places = placements(self._units)
         self._reader = TorchDistReader(self.folder)
@@ -147,6 +143,38 @@ def _source_files(roots: list[Path]) -> Path:
         f"{roots[0]}: has no {SOURCE_FOLDER}/{TENSORS_FILE}, which says what to export; name the checkpoint "
         "that the run started from as base"
     )
+
+
+def _stored_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, str], dict[str, TensorSpec]]:
+    """Return the header of each shard and the tensors that a conversion to Megatron noted."""
+    stored = read_json_object(path)
+    headers, entries = stored.get("headers"), stored.get("tensors")
+    problems = [
+        f"{key} is {str(value)[:_SHOWN]}; {kind} is needed"
+        for key, value, kind, wanted in (("headers", headers, "an object", dict), ("tensors", entries, "a list", list))
+        if not isinstance(value, wanted)
+    ]
+    if not problems:
+        problems += [
+            f"tensors has {str(entry)[:_SHOWN]}; a name, a dtype of {', '.join(DTYPES)}, a shape, and a shard of "
+            "headers are needed"
+            for entry in entries
+            if not _is_tensor(entry, headers)
+        ]
+    if not problems:
+        specs = (TensorSpec(e["name"], DTYPES[e["dtype"]], tuple(e["shape"]), e["shard"]) for e in entries)
+        table = {spec.name: spec for spec in specs}
+        problems += table_problems(config, table)
+    if problems:
+        raise ValueError(f"{path}: not what a conversion wrote; copy it again:\n  - " + "\n  - ".join(problems))
+    return headers, table
+
+
+def _is_tensor(entry: object, headers: Mapping[str, str]) -> bool:
+    if not isinstance(entry, dict) or not is_shape(entry.get("shape")):
+        return False
+    name, dtype, shard = (entry.get(key) for key in ("name", "dtype", "shard"))
+    return all(isinstance(text, str) for text in (name, dtype, shard)) and dtype in DTYPES and shard in headers
 
 
 def _key_problem(name: str, chunk: Chunk, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> str | None:

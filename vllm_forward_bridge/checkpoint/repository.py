@@ -22,11 +22,12 @@ from vllm_forward_bridge.checkpoint.safetensors_file import (
     write_file,
 )
 from vllm_forward_bridge.checkpoint.tensor_table import table_problems
-from vllm_forward_bridge.model_config import ModelConfig, load_model_config
+from vllm_forward_bridge.model_config import ModelConfig, load_model_config, read_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _BLOCK_BYTES = 64 << 20
+_SHOWN = 80
 _DOWNLOAD_FOLDERS = (".git", ".cache")
 
 
@@ -117,7 +118,9 @@ def open_repository(path: str | Path, *, check: bool = True) -> Repository:
 def _read_headers(path: Path, problems: list[str]) -> dict[str, ShardHeader]:
     index_path = path / INDEX_FILE
     on_disk = sorted(f.name for f in path.glob("*.safetensors"))
-    weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"] if index_path.exists() else {}
+    weight_map = _weight_map(index_path, problems) if index_path.exists() else {}
+    if weight_map is None:
+        return {}
     listed = sorted(set(weight_map.values())) or [SINGLE_FILE]
     if not weight_map and on_disk != [SINGLE_FILE]:
         problems.append(
@@ -136,6 +139,19 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, ShardHeader]:
     if weight_map:
         _compare_with_index(weight_map, headers, problems)
     return headers
+
+
+def _weight_map(path: Path, problems: list[str]) -> dict[str, str] | None:
+    """Return the shard of each tensor; None if the index has no such table."""
+    found = read_json_object(path).get("weight_map")
+    if isinstance(found, dict) and found and all(isinstance(shard, str) for shard in found.values()):
+        return found
+    shown = "has no weight_map" if found is None else f"has weight_map {str(found)[:_SHOWN]}"
+    problems.append(
+        f"{path.name}: {shown}; an object with the file of each tensor is needed: fetch it again, or remove it if "
+        f"there is only {SINGLE_FILE}"
+    )
+    return None
 
 
 def _compare_with_index(weight_map: dict[str, str], headers: dict[str, ShardHeader], problems: list[str]) -> None:

@@ -67,14 +67,16 @@ def read_header(path: Path, problems: list[str]) -> ShardHeader | None:
     try:
         text = raw.decode()
         entries = json.loads(text)
+        if not isinstance(entries, dict):
+            raise ValueError(f"of type {type(entries).__name__}, not an object")
     except ValueError as error:
         problems.append(f"{path.name}: the header is not JSON ({error}); a safetensors file is needed: fetch it again")
         return None
     entries.pop("__metadata__", None)
-    malformed = [name for name, entry in entries.items() if not {"dtype", "shape", "data_offsets"} <= set(entry)]
+    malformed = [name for name, entry in entries.items() if not _is_entry(entry)]
     if malformed:
         problems.append(
-            f"{path.name}: {malformed[0]} lacks dtype, shape or data_offsets in the header; fetch the file again"
+            f"{path.name}: {malformed[0]} lacks a valid dtype, shape or data_offsets in the header; fetch it again"
         )
         return None
     data_start = _LENGTH_BYTES + length
@@ -102,6 +104,17 @@ def read_header(path: Path, problems: list[str]) -> ShardHeader | None:
             f"{path.name}: {size - data_start - expected} bytes after the last tensor; none are expected: fetch it"
         )
     return ShardHeader(path, text, tuple(specs), starts)
+
+
+def is_shape(value: object) -> bool:
+    """Tell whether a value of a JSON file is a list of sizes."""
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or not is_shape(entry.get("shape")):
+        return False
+    return is_shape(entry.get("data_offsets")) and len(entry["data_offsets"]) == 2
 
 
 def header_text(specs: Iterable[TensorSpec]) -> str:

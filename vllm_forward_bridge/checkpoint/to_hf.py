@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import Tensor
 
 from vllm_forward_bridge.checkpoint.megatron_checkpoint import MegatronCheckpoint
-from vllm_forward_bridge.checkpoint.repository import finish_folder
 from vllm_forward_bridge.checkpoint.safetensors_file import TensorSpec, write_file
 from vllm_forward_bridge.checkpoint.transfer import (
     Conversion,
@@ -68,8 +67,7 @@ def convert_to_hf(
         place = workplace.folder / path
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(checkpoint.files_folder / path, place)
-    workplace.clear_records()
-    finish_folder(workplace.folder, target)
+    workplace.finish()
     return Conversion(len(checkpoint.table), total, reused)
 
 

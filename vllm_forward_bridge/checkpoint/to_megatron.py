@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_forward_bridge.checkpoint.megatron_keys import Chunk, chunk_units, key_problems, megatron_table
-from vllm_forward_bridge.checkpoint.repository import Repository, finish_folder, open_repository
+from vllm_forward_bridge.checkpoint.repository import Repository, open_repository
 from vllm_forward_bridge.checkpoint.safetensors_file import DTYPE_NAMES
 from vllm_forward_bridge.checkpoint.torch_dist_writer import StoredBlock, write_metadata, write_unit
 from vllm_forward_bridge.checkpoint.transfer import (
@@ -89,8 +89,7 @@ def convert_to_megatron(
     write_metadata(folder, table, blocks, common_state(repository.config))
     _write_source_files(repository, workplace.folder / SOURCE_FOLDER)
     (workplace.folder / TRACKER_FILE).write_text(RELEASE)
-    workplace.clear_records()
-    finish_folder(workplace.folder, target)
+    workplace.finish()
     return Conversion(len(table), total, reused)
 
 

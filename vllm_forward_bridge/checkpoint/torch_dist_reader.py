@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from vllm_forward_bridge.checkpoint.safetensors_file import read_bytes
 from vllm_forward_bridge.checkpoint.torch_dist_writer import METADATA_FILE
@@ -33,7 +33,7 @@ class TorchDistReader:
             raise ValueError(
                 f"{folder}: has no {METADATA_FILE}; the folder of a finished torch_dist checkpoint is needed"
             )
-        metadata = pickle.loads(path.read_bytes())
+        metadata = _read_metadata(path)
         entries = metadata.state_dict_metadata.items()
         self._tensors: dict[str, TensorStorageMetadata] = {
             key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)
@@ -110,6 +110,22 @@ class TorchDistReader:
         return block
 
 
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        found = pickle.loads(path.read_bytes())
+    except Exception as error:
+        # Damaged bytes are instructions too: besides UnpicklingError they raise whatever those lead to.
+        raise ValueError(
+            f"{path}: {path.stat().st_size} bytes that cannot be unpickled ({type(error).__name__}: {error}); the "
+            "whole file of a finished torch_dist checkpoint is needed: copy it again"
+        ) from error
+    if not isinstance(found, Metadata):
+        raise ValueError(
+            f"{path}: holds a {type(found).__name__}; the Metadata of a torch_dist checkpoint is needed: copy it again"
+        )
+    return found
+
+
 def _contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
@@ -119,17 +135,25 @@ def _find_elements(path: Path, offset: int, length: int) -> tuple[int, tuple]:
     with path.open("rb") as file:
         view = _FileView(file, offset, length)
         try:
-            archive = zipfile.ZipFile(view)
-        except zipfile.BadZipFile as error:
-            message = f"{path}: no tensor at byte {offset} ({error}); the file is cut off: copy it again"
-            raise ValueError(message) from error
-        records = {name.partition("/")[2]: archive.getinfo(name) for name in archive.namelist()}
-        view.seek(_record_start(view, records["data.pkl"]))
-        # Not archive.read: it insists on checksums, which torch.save may be told to leave out.
-        pickled = view.read(records["data.pkl"].file_size)
-        dtype, storage, first, sizes, strides = _Description(io.BytesIO(pickled)).load()
-        start = offset + _record_start(view, records[f"data/{storage}"]) + first * dtype.itemsize
-        return start, (dtype, sizes, strides)
+            start, found = _described(view)
+        except Exception as error:
+            # As for the metadata: a damaged archive and a damaged pickle in it raise errors of many kinds.
+            raise ValueError(
+                f"{path}: no tensor at byte {offset} ({type(error).__name__}: {error}); a file as torch.save writes it "
+                "is needed: copy it again or save the checkpoint again"
+            ) from error
+        return offset + start, found
+
+
+def _described(view: "_FileView") -> tuple[int, tuple]:
+    """Return where the elements start in an archive of torch.save; dtype, sizes and strides."""
+    archive = zipfile.ZipFile(view)
+    records = {name.partition("/")[2]: archive.getinfo(name) for name in archive.namelist()}
+    view.seek(_record_start(view, records["data.pkl"]))
+    # Not archive.read: it insists on checksums, which torch.save may be told to leave out.
+    pickled = view.read(records["data.pkl"].file_size)
+    dtype, storage, first, sizes, strides = _Description(io.BytesIO(pickled)).load()
+    return _record_start(view, records[f"data/{storage}"]) + first * dtype.itemsize, (dtype, sizes, strides)
 
 
 def _record_start(view: "_FileView", record: zipfile.ZipInfo) -> int:
@@ -181,9 +205,7 @@ class _Description(pickle.Unpickler):
             return dict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda storage, first, sizes, strides, *_: (*storage, first, tuple(sizes), tuple(strides))
-        raise ValueError(
-            f"a block is pickled with {module}.{name}; a plain tensor is needed: save the checkpoint again"
-        )
+        raise ValueError(f"a block is pickled with {module}.{name}; a plain tensor is needed")
 
     def persistent_load(self, reference: tuple) -> tuple:
         """Return dtype and name of a storage."""

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import torch
 
-from vllm_forward_bridge.checkpoint.repository import partial_folder, refuse_existing
+from vllm_forward_bridge.checkpoint.repository import finish_folder, partial_folder, refuse_existing
 
 PLAN_FILE = "conversion.json"
 _RECORDS = "records"
+_RESULT = "result"
+_UNFINISHED = ".partial"
 # Beside the tensors: zip and safetensors headers, metadata, the small files.
 _SPACE_MARGIN = 1.01
 
@@ -64,10 +66,13 @@ class Ticker:
 
 
 class Workplace:
-    """The temporary folder of one conversion, with the records of its finished units."""
+    """The temporary folder of one conversion: its result so far and the records of its finished units."""
 
     def __init__(self, target: Path, plan: Mapping[str, object]) -> None:
-        self.target, self.folder = target, partial_folder(target)
+        self.target = target
+        self._place = partial_folder(target)
+        # A folder of its own, so that one rename parts the result from plan and records: a kill finds both or neither.
+        self.folder = self._place / _RESULT
         self._digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
     def finished(self) -> dict[str, object]:
@@ -78,34 +83,44 @@ class Workplace:
             ValueError: the temporary folder belongs to another conversion.
         """
         refuse_existing(self.target)
-        plan = self.folder / PLAN_FILE
-        if not self.folder.exists():
-            return {}
-        if not plan.exists() or json.loads(plan.read_text())["digest"] != self._digest:
+        begun, plan = self.folder.exists(), self._place / PLAN_FILE
+        if self._has_others() or begun and json.loads(plan.read_text())["digest"] != self._digest:
             raise ValueError(
-                f"{self.folder} holds parts of another conversion, or its source has changed since; remove that folder "
+                f"{self._place} holds parts of another conversion, or its source has changed since; remove that folder "
                 "to start again"
             )
-        records = (json.loads(path.read_text()) for path in sorted((self.folder / _RECORDS).glob("*.json")))
+        if not begun:
+            return {}
+        records = (json.loads(path.read_text()) for path in sorted((self._place / _RECORDS).glob("*.json")))
         return {record["unit"]: record["result"] for record in records}
 
     def begin(self) -> None:
-        """Make the folder and note which conversion it belongs to."""
-        (self.folder / _RECORDS).mkdir(parents=True, exist_ok=True)
-        self._write(self.folder / PLAN_FILE, {"digest": self._digest})
+        """Note which conversion the folder belongs to; the result's folder comes last, its presence says begun."""
+        if not self.folder.exists():
+            shutil.rmtree(self._place, ignore_errors=True)
+        (self._place / _RECORDS).mkdir(parents=True, exist_ok=True)
+        self._write(self._place / PLAN_FILE, {"digest": self._digest})
+        self.folder.mkdir(exist_ok=True)
 
     def record(self, unit: str, result: object) -> None:
         """Note that a unit is finished; in one rename, so that a kill leaves no half a record."""
-        self._write(self.folder / _RECORDS / f"{unit}.json", {"unit": unit, "result": result})
+        self._write(self._place / _RECORDS / f"{unit}.json", {"unit": unit, "result": result})
 
-    def clear_records(self) -> None:
-        """Remove what only an unfinished conversion has."""
-        shutil.rmtree(self.folder / _RECORDS)
-        (self.folder / PLAN_FILE).unlink()
+    def finish(self) -> None:
+        """Put the result in its place, then remove what only an unfinished conversion has."""
+        finish_folder(self.folder, self.target)
+        shutil.rmtree(self._place)
+
+    def _has_others(self) -> bool:
+        """Tell whether the temporary folder has something that no conversion put there, or lacks the plan of one."""
+        found = {path.name for path in self._place.iterdir()} if self._place.exists() else set()
+        return bool(found - {_RECORDS, _RESULT, PLAN_FILE, PLAN_FILE + _UNFINISHED}) or (
+            _RESULT in found and PLAN_FILE not in found
+        )
 
     @staticmethod
     def _write(path: Path, content: object) -> None:
-        partial = path.with_name(path.name + ".partial")
+        partial = path.with_name(path.name + _UNFINISHED)
         partial.write_text(json.dumps(content))
         partial.rename(path)
 
