@@ -16,7 +16,7 @@ _SECONDS = 1.0
 
 
 def end_with_parent(module_name: str) -> None:
-    """Call it in a main module with its `__name__`: marks the trainer, and makes its spawned processes watch it.
+    """Call it in a main module with its `__name__`: each process then watches the one it must not outlive.
 
     Args:
         module_name: `__main__` in the trainer; `__mp_main__` in a process that multiprocessing spawned, which imports
@@ -24,11 +24,14 @@ def end_with_parent(module_name: str) -> None:
     """
     if module_name == "__main__":
         os.environ[_TRAINER] = str(os.getpid())
-        parent = os.environ.pop(STARTER, None)  # not for the trainer's own children
-    else:
-        parent = os.environ.get(_TRAINER) if module_name == "__mp_main__" else None
-    if parent is not None:
-        threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
+        if STARTER in os.environ:
+            _end_with(os.environ.pop(STARTER))  # the trainer's own children have another parent
+    elif module_name == "__mp_main__" and _TRAINER in os.environ:
+        _end_with(os.environ[_TRAINER])
+
+
+def _end_with(parent: str) -> None:
+    threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
 
 
 def _watch(parent: int) -> None:
