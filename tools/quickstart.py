@@ -6,9 +6,12 @@ Example: python tools/quickstart.py --steps 50
 
 import argparse
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from megatron.vllm_forward.orphans import STARTER
 from megatron.vllm_forward.rl.journal import read_journal
 from megatron.vllm_forward.rl.report import plot_runs, step_table
 from vllm_forward_bridge.checkpoint import convert_to_megatron, make_tiny_checkpoint
@@ -32,10 +36,12 @@ EXIT_DIFFERENT = 1
 def main(arguments: list[str] | None = None) -> int:
     """Make what is missing, run both modes, show the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50, help="GRPO steps of each run")
+    parser.add_argument("--steps", type=_positive, default=50, help="GRPO steps of each run")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "quickstart", help="where everything goes")
-    parser.add_argument("--every", type=int, default=1, help="show each nth step in the tables")
+    parser.add_argument("--every", type=_positive, default=1, help="show each nth step in the tables")
     args = parser.parse_args(arguments)
+    args.folder = args.folder.resolve()  # the trainer runs in another directory
+    _exit_on_signals()
     console = Console()
     start = time.monotonic()
     with _progress(console) as progress:
@@ -52,6 +58,19 @@ def main(arguments: list[str] | None = None) -> int:
     picture = args.folder / "difference_reward_entropy.png"
     plot_runs(runs, picture)
     return _verdict(console, runs, picture, time.monotonic() - start)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"given {text!r}; a whole number from 1 on is needed, none leaves no result")
+    return int(text)
+
+
+def _exit_on_signals() -> None:
+    """Leave through `finally` when told to end, so that the trainer ends too; nohup's ignored SIGHUP stays ignored."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda received, _: sys.exit(128 + received))
 
 
 def _progress(console: Console) -> Progress:
@@ -78,29 +97,44 @@ def _run(progress: Progress, mode: str, folder: Path, megatron: Path, steps: int
     task = progress.add_task(f"GRPO, {mode} forward", total=steps, state="starting")
     records = read_journal(home / "journal.jsonl")
     if len(records) < steps:
-        with (home / "log.txt").open("a") as log:
-            command, environment = _command(mode, home, megatron, steps), {**os.environ, **_ONE_THREAD}
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-            try:
-                while process.poll() is None:
-                    _show(progress, task, read_journal(home / "journal.jsonl"))
-                    time.sleep(0.5)
-            finally:
-                process.terminate()
-        if process.returncode:
+        command = _command(mode, home, megatron, steps)
+        if _train(command, home, lambda: _show(progress, task, read_journal(home / "journal.jsonl"))):
             return False
     _show(progress, task, read_journal(home / "journal.jsonl")[:steps])
     return True
 
 
+def _train(command: list[str], home: Path, show: Callable[[], None]) -> int:
+    """Run the trainer and return its exit code; it has ended when this function is left, however that is."""
+    environment = {**os.environ, **_ONE_THREAD, STARTER: str(os.getpid())}
+    with (home / "log.txt").open("a") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        try:
+            while process.poll() is None:
+                show()
+                time.sleep(0.5)
+        finally:
+            process.terminate()
+            process.wait()
+    return process.returncode
+
+
 def _command(mode: str, home: Path, megatron: Path, steps: int) -> list[str]:
-    script, toml = EXAMPLE / "train_grpo.py", EXAMPLE / f"{mode}.toml"
     return [
-        sys.executable, "-m", "megatron.vllm_forward", str(script), "--vllm-forward", str(toml),
+        sys.executable, "-m", "megatron.vllm_forward", str(EXAMPLE / "train_grpo.py"),
+        "--vllm-forward", str(_write_toml(mode, home)),
         "--pretrained-checkpoint", str(megatron), "--load", str(home / "checkpoints"),
         "--save", str(home / "checkpoints"), "--rl-journal", str(home / "journal.jsonl"), "--train-iters", str(steps),
         "--distributed-backend", "nccl" if torch.cuda.is_available() else "gloo",
     ]  # fmt: skip
+
+
+def _write_toml(mode: str, home: Path) -> Path:
+    """Write the example's configuration with the checkpoint beside `home` as its repository."""
+    example = (EXAMPLE / f"{mode}.toml").read_text()
+    path = home / "bridge.toml"
+    path.write_text(re.sub(r"^repository = .*$", 'repository = "../tiny"', example, flags=re.MULTILINE))
+    return path
 
 
 def _show(progress: Progress, task, records: list[dict]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let helper processes end when their trainer is killed.
+"""Let helper processes end when their trainer is killed, and a trainer when the program that started it is.
 
 Megatron's checkpoint writer starts a process that serves a queue. Nothing tells that process that its trainer is gone
 after `kill -9`: it would stay, with all that it imported, and a restarted run would start another. Imports no torch.
@@ -9,12 +9,14 @@ import os
 import threading
 import time
 
+STARTER = "MEGATRON_FORWARD_STARTER"
+"""A program that starts a trainer puts its own process id there if the trainer shall not outlive it."""
 _TRAINER = "MEGATRON_FORWARD_TRAINER"
 _SECONDS = 1.0
 
 
 def end_with_parent(module_name: str) -> None:
-    """Call it in a main module with its `__name__`: marks the trainer, and makes its spawned processes watch it.
+    """Call it in a main module with its `__name__`: each process then watches the one it must not outlive.
 
     Args:
         module_name: `__main__` in the trainer; `__mp_main__` in a process that multiprocessing spawned, which imports
@@ -22,12 +24,18 @@ def end_with_parent(module_name: str) -> None:
     """
     if module_name == "__main__":
         os.environ[_TRAINER] = str(os.getpid())
+        if STARTER in os.environ:
+            _end_with(os.environ.pop(STARTER))  # the trainer's own children have another parent
     elif module_name == "__mp_main__" and _TRAINER in os.environ:
-        threading.Thread(target=_watch, args=(int(os.environ[_TRAINER]),), daemon=True).start()
+        _end_with(os.environ[_TRAINER])
 
 
-def _watch(trainer: int) -> None:
-    # The id comes from the trainer itself: one that died before this line is noticed too.
-    while os.getppid() == trainer:
+def _end_with(parent: str) -> None:
+    threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    # The id comes from the parent itself: one that died before this line is noticed too.
+    while os.getppid() == parent:
         time.sleep(_SECONDS)
     os._exit(1)

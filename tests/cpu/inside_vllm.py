@@ -27,6 +27,7 @@ from vllm_forward_bridge.ops import conv_cuda, ssd_cuda
 from vllm_forward_bridge.parity.bits import assert_same_bits
 from vllm_forward_bridge.quantization import bytes_digest
 from vllm_forward_bridge.rollout import vllm as rollout_vllm
+from vllm_forward_bridge.rollout.protocol import Request
 from vllm_forward_bridge.rollout.uniform import token_uniform
 from vllm_forward_bridge.vllm_plugin import mamba, register, sampler
 from vllm_forward_bridge.vllm_plugin.model import BridgedNemotronH, _tensors_of
@@ -127,6 +128,27 @@ def test_rollout_refuses_stock_workers(monkeypatch):
 
     with pytest.raises(AttributeError, match="bridge_record"):
         rollout_with(monkeypatch, stock)
+
+
+@pytest.mark.parametrize("call", ["generate", "score"])
+def test_rollout_takes_all_requests_or_none(monkeypatch, call):
+    rollout, _ = rollout_with(monkeypatch, lambda method: [{"package": package_digest()}])
+    queued = []
+
+    def add_request(request_id, prompt, params):
+        if len(prompt["prompt_token_ids"]) > 64:
+            raise ValueError("longer than max_model_len")
+        queued.append(request_id)
+        return request_id
+
+    rollout._engine.add_request = add_request
+    rollout._engine.abort_request = lambda ids: [queued.remove(each) for each in ids if each in queued]
+    prompts = [(1,), (2,), (3,) * 65]
+    requests = [Request(request_id=str(number), prompt_ids=prompt) for number, prompt in enumerate(prompts)]
+    with pytest.raises(ValueError, match="longer"):
+        rollout.generate(requests) if call == "generate" else rollout.score(prompts, rollout_vllm.SamplingParams())
+    assert queued == []
+    assert not rollout.has_unfinished()
 
 
 def test_request_parameters_are_refused_in_one_error():

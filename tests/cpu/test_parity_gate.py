@@ -12,10 +12,12 @@ from vllm_forward_bridge.model_config import ModelConfig, QuantizationMap
 from vllm_forward_bridge.parity.certificate import check_certificate, run_identity, write_certificate
 from vllm_forward_bridge.parity.gate import Gate, ParityError
 from vllm_forward_bridge.parity.metrics import compare_logprobs
+from vllm_forward_bridge.rollout.protocol import SamplingParams
 
 ZERO = compare_logprobs([(-1.0, -2.0)], [(-1.0, -2.0)])
 DIFFERENT = compare_logprobs([(-1.0, -2.0)], [(-1.0, -2.5)], phases=[("prefill", "decode")])
 
+SAMPLING = SamplingParams(seed=1)
 BRIDGE = BridgeConfig(model=ModelSection(repository="somewhere"))
 MODEL = ModelConfig(
     layer_types="M*E", hidden_size=64, vocab_size=128, norm_eps=1e-5, mamba_num_heads=4, mamba_head_dim=16, n_groups=2,
@@ -25,8 +27,9 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-def identity(bridge=BRIDGE, model=MODEL, kernels=None, layout=None):
-    return run_identity(bridge, model, kernels=kernels or {"rms_norm": "cpu"}, layout=layout or {"data": 1})
+def identity(bridge=BRIDGE, model=MODEL, kernels=None, layout=None, sampling=SAMPLING):
+    kernels, layout = kernels or {"rms_norm": "cpu"}, layout or {"data": 1}
+    return run_identity(bridge, model, kernels=kernels, layout=layout, sampling=sampling)
 
 
 def certified(path):
@@ -72,6 +75,7 @@ def test_certificate_lets_the_same_configuration_reuse(tmp_path):
     moved = dataclasses.replace(reuse, model=ModelSection(repository="elsewhere"))
     assert check_certificate(path, identity(reuse)) == 2
     assert check_certificate(path, identity(moved)) == 2
+    assert check_certificate(path, identity(sampling=dataclasses.replace(SAMPLING, seed=2, max_new_tokens=99))) == 2
     assert [entry.name for entry in path.parent.iterdir()] == ["certificate.json"]
 
 
@@ -82,6 +86,9 @@ def test_certificate_lets_the_same_configuration_reuse(tmp_path):
         ({"model": dataclasses.replace(MODEL, layer_types="M*EM")}, "geometry: certified"),
         ({"model": dataclasses.replace(MODEL, quantization=QuantizationMap())}, "geometry: certified"),
         ({"kernels": {"rms_norm": "other"}}, "kernels.rms_norm: certified 'cpu', this run 'other'"),
+        ({"sampling": SamplingParams(top_p=0.9)}, "sampling.top_p: certified 1.0, this run 0.9"),
+        ({"sampling": SamplingParams(top_k=20)}, "sampling.top_k: certified 0, this run 20"),
+        ({"sampling": SamplingParams(temperature=0.5)}, "sampling.temperature: certified 1.0, this run 0.5"),
         ({"layout": {"data": 2}}, "layout.data: certified 1, this run 2"),
     ],
 )

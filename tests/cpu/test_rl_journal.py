@@ -3,6 +3,8 @@
 
 import io
 import math
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -34,9 +36,9 @@ def test_journal_appends_and_reads_back(tmp_path):
 
 def test_journal_drops_what_came_after_the_checkpoint(tmp_path):
     path = tmp_path / "journal.jsonl"
-    journal = Journal(path)
-    for step in (1, 2, 3):
-        journal.append(record(step))
+    with Journal(path) as journal:
+        for step in (1, 2, 3):
+            journal.append(record(step))
     with path.open("a") as out:
         out.write('{"step": 4, "tok')  # a crash in the middle of a line
     assert [r["step"] for r in read_journal(path)] == [1, 2, 3]
@@ -49,6 +51,29 @@ def test_journal_rejects_a_checkpoint_of_another_run(tmp_path):
     Journal(tmp_path / "journal.jsonl").append(record(1))
     with pytest.raises(ValueError, match="holds 1 steps up to 5, the checkpoint is at step 5"):
         Journal(tmp_path / "journal.jsonl", resume_after=5)
+
+
+def test_journal_is_refused_while_another_process_writes_it(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    hold = f"from {Journal.__module__} import Journal; held = Journal({str(path)!r}); print('held', flush=True)"
+    command = [sys.executable, "-c", f"{hold}; input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        path.write_text('{"step": 1}\n')
+        with pytest.raises(RuntimeError, match=f"written by process {holder.pid}, which holds .*journal.jsonl.lock"):
+            Journal(path)
+        assert read_journal(path) == [{"step": 1}]  # the refusal has not touched it
+        holder.kill()
+    Journal(path, resume_after=1).append(record(2))
+    assert [r["step"] for r in read_journal(path)] == [1, 2]
+
+
+def test_refused_journal_lets_go_of_its_lock(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    with pytest.raises(ValueError, match="checkpoint") as kept:
+        Journal(path, resume_after=5)
+    assert kept.value.__traceback__ is not None  # its frames still hold the object
+    Journal(path).append(record(1))
 
 
 def test_journal_rejects_numbers_that_json_cannot_hold(tmp_path):
@@ -88,7 +113,7 @@ def test_table_fits_a_terminal():
     wide = {"max": 1.25e-5, "mean": 1.25e-5, "std": 1.25e-5, "k3_kl": 1.25e-5}
     text = text_of(step_table("baseline", [record(step, tokens=1024, mismatches=1024, **wide) for step in (99, 100)]))
     assert "…" not in text
-    assert " 1.2e-05 " in text
+    assert " 1.3e-05 " in text
 
 
 def test_table_always_shows_the_last_step():

@@ -8,6 +8,7 @@ import torch
 
 from megatron.vllm_forward.rl.layout import Layout
 from megatron.vllm_forward.rl.loop import GrpoLoop, Scores
+from megatron.vllm_forward.rl.metrics import ObjectiveSums
 from megatron.vllm_forward.rl.settings import GrpoSettings
 from megatron.vllm_forward.rl.single_turn import SingleTurn, request_seed
 from vllm_forward_bridge.config import GateSection
@@ -284,6 +285,12 @@ def test_loop_rejects_stale_trajectories_missing_members_and_uneven_ranks():
         loop.step(1)
     with pytest.raises(ValueError, match="4 prompts a step on 3 data-parallel ranks"):
         make_loop(layout=Layout(data_size=3))
+
+
+def test_trained_tokens_are_counted_by_the_rank_that_speaks():
+    sums = ObjectiveSums()
+    sums.sums["tokens"] = 12.0
+    assert [sums.over(Layout(speaks=speaks))["trained_tokens"] for speaks in (True, False)] == [12, 0]
 
 
 def test_layout_splits_problems_and_rollout_work():

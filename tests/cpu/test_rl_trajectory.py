@@ -7,9 +7,12 @@ import random
 import pytest
 import torch
 
+from megatron.vllm_forward.rl.batch import compare_rows, make_batch
+from megatron.vllm_forward.rl.layout import Layout
+from megatron.vllm_forward.rl.settings import GrpoSettings
 from megatron.vllm_forward.rl.trajectory import Trajectory, from_completion, pack, pad_rows, plan_rows, silent_row
 from vllm_forward_bridge.parity.bits import assert_same_bits
-from vllm_forward_bridge.rollout.protocol import Completion
+from vllm_forward_bridge.rollout.protocol import Completion, SamplingParams
 
 
 def trajectory(group, member, prompt=3, drawn=4, **changes):
@@ -89,6 +92,22 @@ def test_padding_is_a_sequence_of_its_own():
     assert len(padded.tokens_T) == len(padded.labels_T) == len(padded.positions_T) == 11
     assert padded.num_sampled == short.num_sampled
     assert not padded.sampled_T[6:].any()
+
+
+def test_rows_of_a_batch_are_as_long_as_sequence_parallel_needs():
+    settings = GrpoSettings(prompts_per_step=1, group_size=3, row_tokens=64, sampling=SamplingParams())
+    own = [trajectory(0, member, drawn=3 + member, reward=float(member)) for member in range(3)]
+    fed = sum(len(each.token_ids) - 1 for each in own)
+    assert fed == 18
+    for multiple, length in ((1, 18), (2, 18), (4, 20), (5, 20)):
+        batch = make_batch(own, settings, Layout(row_multiple=multiple))
+        for (row,) in (batch.rows, batch.kept):
+            assert len(row.tokens_T) == length
+            assert not row.sampled_T[fed:].any()
+            assert not row.advantage_T[fed:].any()
+            assert row.num_sampled == 3 + 4 + 5
+            metrics = compare_rows([row], [row.rollout_logprob_T], settings.group_size)
+            assert (metrics.count, metrics.mismatches) == (3 + 4 + 5, 0)
 
 
 def test_silent_row_is_short_and_counts_nothing():

@@ -249,18 +249,45 @@ def test_stream_checks_what_the_engine_saw():
     assert again.phases == ["", "", "prefill", "", ""]
 
 
+class Dying(ScriptedEngine):
+    """Fails in its first step, and has ended from then on."""
+
+    dead = False
+
+    def has_unfinished(self):
+        if self.dead:
+            raise RuntimeError("has_unfinished was called, but the rollout process has ended")
+        return super().has_unfinished()
+
+    def step(self):
+        self.dead = True
+        raise FloatingPointError("bad kernel")
+
+
 def test_engine_that_fails_fails_every_waiting_episode():
-    class Broken(ScriptedEngine):
-        def step(self):
-            raise FloatingPointError("bad kernel")
+    async def run(answers):
+        async with SharedEngine(Dying(TOKENIZER, lambda _: "x")) as engine:
+            requests = [Request(request_id=str(n), prompt_ids=(1,)) for n in range(3)]
+            answers += await asyncio.gather(*map(engine.sample, requests), return_exceptions=True)
+
+    answers = []
+    with pytest.raises(FloatingPointError, match="bad kernel"):  # also where the episodes swallow it
+        asyncio.run(run(answers))
+    assert [str(answer) for answer in answers] == ["the engine failed: bad kernel"] * 3
+    assert all(isinstance(answer.__cause__, FloatingPointError) for answer in answers)
+
+
+def test_engine_that_fails_ends_its_thread_and_hides_no_error_of_the_episodes():
+    shared = SharedEngine(Dying(TOKENIZER, lambda _: "x"))
 
     async def run():
-        async with SharedEngine(Broken(TOKENIZER, lambda _: "x")) as engine:
-            requests = [Request(request_id=str(n), prompt_ids=(1,)) for n in range(3)]
-            return await asyncio.gather(*map(engine.sample, requests), return_exceptions=True)
+        async with shared as engine:
+            await engine.sample(Request(request_id="a", prompt_ids=(1,)))
 
-    with pytest.raises(FloatingPointError):
-        raise asyncio.run(run())[0].__cause__ or FloatingPointError("lost")
+    with pytest.raises(RuntimeError, match="the engine failed: bad kernel"):
+        asyncio.run(run())
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        shared._thread.submit(int)
 
 
 def test_engine_runs_in_one_prepared_thread_and_forgets_cancelled_requests():

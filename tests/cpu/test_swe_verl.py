@@ -94,5 +94,6 @@ def test_megatron_flags_of_a_job():
     )  # fmt: skip
     flags = megatron_flags(engine, SimpleNamespace(lr=1e-6, weight_decay=0.0, clip_grad=1.0))
     assert flags[flags.index("--expert-model-parallel-size") + 1] == "4"
+    assert flags[flags.index("--expert-tensor-parallel-size") + 1] == "1"
     assert "--sequence-parallel" in flags
     assert "--use-distributed-optimizer" in flags

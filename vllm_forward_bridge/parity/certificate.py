@@ -16,6 +16,7 @@ import torch
 from vllm_forward_bridge.config import BridgeConfig, GateSection
 from vllm_forward_bridge.model_config import ModelConfig
 from vllm_forward_bridge.parity.gate import Gate
+from vllm_forward_bridge.rollout.protocol import SamplingParams
 
 _PACKAGES = ("vllm-forward-bridge", "torch", "megatron-core", "triton", "vllm")
 
@@ -34,6 +35,8 @@ class RunIdentity:
     """Which kernel served each op in the rollout, as read back from it."""
     layout: Mapping[str, int]
     """Parallel degrees of trainer and rollout."""
+    sampling: Mapping[str, float]
+    """Temperature, top-p and top-k: each takes the logprob through other operations."""
 
 
 def run_identity(
@@ -42,6 +45,7 @@ def run_identity(
     *,
     kernels: Mapping[str, str],
     layout: Mapping[str, int],
+    sampling: SamplingParams,
     device: str | torch.device = "cpu",
 ) -> RunIdentity:
     """Describe this run for a certificate."""
@@ -51,6 +55,7 @@ def run_identity(
         versions=_versions(torch.device(device)),
         kernels=dict(kernels),
         layout=dict(layout),
+        sampling={name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")},
     )
 
 

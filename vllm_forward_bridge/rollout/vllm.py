@@ -137,8 +137,9 @@ class VllmRollout:
         """Run requests to their end; completions come in the order of `requests`."""
         requests = list(requests)
         self._require_idle("generate")
-        for request in requests:
-            self.add(request)
+        with self._all_or_none([request.request_id for request in requests]):
+            for request in requests:
+                self.add(request)
         done: dict[str, Completion] = {}
         while self.has_unfinished():
             done.update((completion.request_id, completion) for completion in self.step())
@@ -177,14 +178,25 @@ class VllmRollout:
             )
         self._require_idle("score")
         params = _vllm_params(SamplingParams(max_new_tokens=1), prompt_logprobs=0)
-        for number, sequence in enumerate(sequences):
-            self._engine.add_request(str(number), {"prompt_token_ids": list(sequence)}, params)
+        with self._all_or_none([str(number) for number in range(len(sequences))]):
+            for number, sequence in enumerate(sequences):
+                self._engine.add_request(str(number), {"prompt_token_ids": list(sequence)}, params)
         scores: dict[int, Tensor] = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
                 scores[int(output.request_id)] = torch.tensor([entry[token].logprob for token, entry in pairs])
         return [scores[number] for number in range(len(sequences))]
+
+    @contextmanager
+    def _all_or_none(self, request_ids: list[str]) -> Iterator[None]:
+        """Take every request back when one is refused: their completions belong to a call that has failed."""
+        try:
+            yield
+        except Exception:
+            self._engine.abort_request(request_ids)
+            self._progress.clear()
+            raise
 
     def _check_record(self) -> None:
         found = self.record()["package"]

@@ -99,6 +99,8 @@ def megatron_flags(engine: Any, optimizer: Any) -> list[str]:
         "tensor-model-parallel-size": engine.tensor_model_parallel_size,
         "pipeline-model-parallel-size": engine.pipeline_model_parallel_size,
         "expert-model-parallel-size": engine.expert_model_parallel_size,
+        # Megatron's default is the tensor-parallel size, and the bridge splits no expert.
+        "expert-tensor-parallel-size": 1,
         "context-parallel-size": engine.context_parallel_size,
         "lr": optimizer.lr,
         "weight-decay": optimizer.weight_decay,

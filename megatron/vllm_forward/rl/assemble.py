@@ -101,8 +101,14 @@ def identity_of(
         "expert": args.expert_model_parallel_size,
         "tensor": args.tensor_model_parallel_size,
     }
-    kernels = loop.rollout.record()
-    return run_identity(bridge, model_config, kernels=kernels, layout=degrees, device=loop.layout.device)
+    return run_identity(
+        bridge,
+        model_config,
+        kernels=loop.rollout.record(),
+        layout=degrees,
+        sampling=loop.settings.sampling,
+        device=loop.layout.device,
+    )
 
 
 def require_certificate(bridge: BridgeConfig, identity: RunIdentity) -> None:

@@ -77,6 +77,7 @@ def _in_step(rows: list[Row], own: Sequence[Trajectory], settings: GrpoSettings,
     number = int(layout.largest([len(rows)])[0])
     rows = rows + [silent_row(own, settings.row_tokens)] * (number - len(rows))
     length = int(layout.largest([max((len(row.tokens_T) for row in rows), default=0)])[0])
+    length += -length % layout.row_multiple
     return tuple(pad_rows(rows, length))
 
 

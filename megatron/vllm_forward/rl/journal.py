@@ -1,24 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of a run: one JSON line a step, on disk before the next step starts."""
 
+import fcntl
 import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 
 class Journal:
     """Append-only file of step records.
 
     A record is an object with an integer `step`; steps rise by one. Opening the journal for a resumed run drops what
-    was written after the checkpoint, a torn last line included, so that no step appears twice.
+    was written after the checkpoint, a torn last line included, so that no step appears twice. A lock file beside it
+    keeps a second run out until `close` or the end of this process.
+
+    Raises:
+        RuntimeError: another run holds the journal.
+        ValueError: the journal lacks steps that the checkpoint has.
     """
 
     def __init__(self, path: str | Path, *, resume_after: int = 0) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.path)
+        try:
+            self._drop_after(resume_after)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another run have the journal."""
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drop_after(self, resume_after: int) -> None:
         kept = [record for record in read_journal(self.path) if record["step"] <= resume_after]
         if len(kept) != resume_after:
             raise ValueError(
@@ -58,6 +82,27 @@ def read_journal(path: str | Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error}); restore the file or delete it") from error
     return records
+
+
+def _locked(journal: Path) -> IO[str]:
+    """Take the lock file of a journal; the system lets go of it when the process ends, however it ends."""
+    path = journal.with_name(journal.name + ".lock")
+    lock = path.open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read() or "of unknown id"
+        lock.close()
+        raise RuntimeError(
+            f"{journal} is being written by process {holder}, which holds {path}: one run at a time is accepted, two "
+            "would mix their steps and checkpoints; end that process or wait for it, or give this run another journal "
+            "and checkpoint folder"
+        ) from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
 
 
 def _write_durably(path: Path, mode: str, records: list) -> None:

@@ -17,6 +17,8 @@ class Layout:
     replica_rank: int = 0
     replica_size: int = 1
     replica_group: torch.distributed.ProcessGroup | None = None
+    row_multiple: int = 1
+    """Rows are lengthened to a multiple of it: sequence parallel cuts each into that many equal parts."""
     speaks: bool = True
     """Whether this rank's logprobs count: last pipeline stage, first tensor and context rank. One a replica set."""
     device: torch.device = torch.device("cpu")

@@ -42,7 +42,9 @@ class ObjectiveSums:
 
     def over(self, layout: Layout) -> dict[str, float]:
         """Return means per trained token over all ranks, under the names of the record."""
-        sums = dict(zip(_SUMS, layout.total([self.sums[name] for name in _SUMS]), strict=True))
+        # Tensor ranks hold the same logprobs; one of them counts.
+        mine = [self.sums[name] if layout.speaks else 0.0 for name in _SUMS]
+        sums = dict(zip(_SUMS, layout.total(mine), strict=True))
         tokens = sums.pop("tokens")
         means = {name: value / tokens if tokens else 0.0 for name, value in sums.items()}
         return {

@@ -42,6 +42,7 @@ def megatron_layout(device: torch.device) -> Layout:
         replica_rank=members[data_rank].index(torch.distributed.get_rank()),
         replica_size=len(members[data_rank]),
         replica_group=group,
+        row_multiple=parallel_state.get_tensor_model_parallel_world_size(),
         speaks=parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0,
         device=device,
     )

@@ -2,6 +2,7 @@
 """A whole GRPO run: steps with a journal line each, checkpoints at an interval, a certificate at the end."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,17 @@ def run_grpo(
         observers: called with each record, on every rank.
     """
     writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    journal = Journal(journal_path, resume_after=first_step - 1) if writes else None
-    loop.publish()
-    for step in range(first_step, last_step + 1):
-        record = loop.step(step)
-        if journal is not None:
-            journal.append(record)
-        for observe in observers:
-            observe(record)
-        if save_interval and (step % save_interval == 0 or step == last_step):
-            save(step)
+    # Held until the last checkpoint is written: its folder belongs to the run that has the journal.
+    with Journal(journal_path, resume_after=first_step - 1) if writes else nullcontext() as journal:
+        loop.publish()
+        for step in range(first_step, last_step + 1):
+            record = loop.step(step)
+            if journal is not None:
+                journal.append(record)
+            for observe in observers:
+                observe(record)
+            if save_interval and (step % save_interval == 0 or step == last_step):
+                save(step)
 
 
 def certify(loop: GrpoLoop, path: str | Path, identity: RunIdentity) -> bool:

@@ -35,11 +35,21 @@ class SharedEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.cancel()
-        await asyncio.gather(self._server, return_exceptions=True)
-        # A step in flight ends before the engine is left alone.
-        self._thread.submit(self._abandon).result()
-        self._thread.shutdown()
+        failure: BaseException | None = None
+        try:
+            self._server.cancel()
+            (ended,) = await asyncio.gather(self._server, return_exceptions=True)
+            failure = None if isinstance(ended, asyncio.CancelledError) else ended
+            # A step in flight ends before the engine is left alone.
+            self._thread.submit(self._abandon).result()
+        except Exception:
+            # An engine that failed cannot be left idle either; what it says then would hide why it failed.
+            if failure is None:
+                raise
+        finally:
+            self._thread.shutdown()
+        if failure is not None and error is None:
+            raise failure
 
     async def sample(self, request: Request) -> Completion:
         """Return the completion of a request; a cancelled wait takes the request out of the engine.
@@ -86,7 +96,9 @@ class SharedEngine:
         except BaseException as error:
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(RuntimeError(f"the engine failed: {error}"))
+                    failed = RuntimeError(f"the engine failed: {error}")
+                    failed.__cause__ = error
+                    future.set_exception(failed)
             raise
 
     def _deliver(self, request_id: str, give: Callable[[asyncio.Future], None]) -> None:
