@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ from examples.swe_bench_pro.sandbox.protocol import Executed, SandboxError
 from examples.swe_bench_pro.scripted import ScriptedEngine, call
 from examples.swe_bench_pro.train.collect import AgentCollector, CollectSettings, KnownWeights
 from examples.swe_bench_pro.train.journal import EpisodeJournal, Place
+from examples.swe_bench_pro.train.lines import append_line, read_lines
 from megatron.vllm_forward.rl.settings import GrpoSettings
 from megatron.vllm_forward.rl.shared_engine import SharedEngine
 from vllm_forward_bridge.rollout.protocol import Completion, Request, SamplingParams
@@ -340,6 +342,14 @@ def test_journal_gives_back_whole_episodes_of_the_same_weights_only(tmp_path):
     assert [t.token_ids for t in second] == [t.token_ids for t in first]
     assert len(EpisodeJournal(tmp_path / "episodes").read(1, "digest-1")) == 4
     assert EpisodeJournal(tmp_path / "episodes").read(1, "other weights") == {}
+
+
+def test_lines_of_many_writers_are_all_whole(tmp_path):
+    path, record = tmp_path / "lines.jsonl", {"text": "x" * 100_000}
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda number: append_line(path, {"number": number, **record}), range(200)))
+    assert sorted(line["number"] for line in read_lines(path)) == list(range(200))
+    assert path.read_text().count("\n") == 200
 
 
 WORKER = """
