@@ -159,6 +159,13 @@ def test_an_engine_that_cannot_start_says_why():
         process.ProcessRollout(partial(exec, "class Local(Exception): pass\nraise Local('only there')"))
 
 
+def test_vllm_is_refused_on_another_ranks_gpu():
+    config, _ = tiny_repository()
+    bridge = BridgeConfig(model=ModelSection(repository="unused"), rollout=RolloutSection(engine="vllm"))
+    with pytest.raises(ValueError, match="the trainer is on cuda:1 and vLLM takes the first visible GPU"):
+        open_engine(bridge, config, torch.device("cuda", 1), max_model_len=1, kv_cache_gib=1)
+
+
 def test_a_killed_process_is_named_and_stays_ended():
     rollout = own_process()
     send(rollout, 3)

@@ -35,7 +35,15 @@ def open_engine(
         max_model_len: longest sequence; the embedded engine is bounded by its pages alone.
         kv_cache_gib: memory of vLLM's caches.
         vllm_arguments: more of vLLM's engine arguments.
+
+    Raises:
+        ValueError: the trainer is on another GPU than the one that vLLM would take.
     """
+    if bridge.rollout.engine == "vllm" and device.index and not bridge.rollout.visible_devices:
+        raise ValueError(
+            f"the trainer is on {device} and vLLM takes the first visible GPU, which another rank may have; start each "
+            "rank with a CUDA_VISIBLE_DEVICES of its own, or name the engine's in [rollout] visible_devices"
+        )
     if bridge.rollout.engine == "embedded":
         make = partial(_embedded, bridge, model_config, device)
     else:
