@@ -17,6 +17,13 @@ def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], gro
     return received
 
 
+def gathered_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Do as `gather_rows`, without autograd."""
+    out = rows.new_empty(rows.shape[0] * group.size(), *rows.shape[1:])
+    dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
+    return out
+
+
 def sum_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's run of the sum of all ranks' rows; for backwards, summed in fp32 in rank order."""
     counts = [rows.shape[0] // group.size()] * group.size()
@@ -43,9 +50,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        gathered = rows.new_empty(rows.shape[0] * group.size(), *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
-        return gathered
+        return gathered_rows(rows, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:

@@ -6,13 +6,12 @@ after `kill -9`: it would stay, with all that it imported, and a restarted run w
 """
 
 import os
-import threading
-import time
+
+from vllm_forward_bridge.parent import end_with
 
 STARTER = "MEGATRON_FORWARD_STARTER"
 """A program that starts a trainer puts its own process id there if the trainer shall not outlive it."""
 _TRAINER = "MEGATRON_FORWARD_TRAINER"
-_SECONDS = 1.0
 
 
 def end_with_parent(module_name: str) -> None:
@@ -25,17 +24,6 @@ def end_with_parent(module_name: str) -> None:
     if module_name == "__main__":
         os.environ[_TRAINER] = str(os.getpid())
         if STARTER in os.environ:
-            _end_with(os.environ.pop(STARTER))  # the trainer's own children have another parent
+            end_with(int(os.environ.pop(STARTER)))  # the trainer's own children have another parent
     elif module_name == "__mp_main__" and _TRAINER in os.environ:
-        _end_with(os.environ[_TRAINER])
-
-
-def _end_with(parent: str) -> None:
-    threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
-
-
-def _watch(parent: int) -> None:
-    # The id comes from the parent itself: one that died before this line is noticed too.
-    while os.getppid() == parent:
-        time.sleep(_SECONDS)
-    os._exit(1)
+        end_with(int(os.environ[_TRAINER]))

@@ -8,7 +8,7 @@ exchange of rows for columns. The backward is Megatron's: each rank forms the gr
 
 # Legend: t rank's own token rows, T rows of all ranks in order, K in features, N out features, k or n a rank's share.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.vllm_forward.collectives import exchange_rows, sum_rows
+from megatron.vllm_forward.collectives import exchange_rows, gathered_rows, sum_rows
 from vllm_forward_bridge.ops.gradients import linear_gradients, wide
 from vllm_forward_bridge.ops.gradients import product as multiply
 
@@ -48,7 +48,11 @@ class Shard:
         """Return the whole tensor from every rank's part; a collective call."""
         parts = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(parts, own.contiguous(), group=self.group)
-        sections = [section // self.size for section in self.sections] or [own.shape[self.dim]]
+        return self.joined(parts)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole tensor from the parts of all ranks, in rank order."""
+        sections = [section // self.size for section in self.sections] or [parts[0].shape[self.dim]]
         by_section = zip(*(part.split(sections, dim=self.dim) for part in parts), strict=True)
         return torch.cat([shared for section in by_section for shared in section], dim=self.dim)
 
@@ -65,9 +69,7 @@ def columns_to_rows(columns_Tn: Tensor, shard: Shard) -> Tensor:
     """Undo `rows_to_columns`: [T, n] -> [t, N]."""
     counts = [len(columns_Tn) // shard.size] * shard.size
     parts = exchange_rows(columns_Tn, counts, counts, shard.group).chunk(shard.size)
-    sections = [section // shard.size for section in shard.sections] or [columns_Tn.shape[1]]
-    by_section = zip(*(part.split(sections, dim=1) for part in parts), strict=True)
-    return torch.cat([shared for section in by_section for shared in section], dim=1)
+    return Shard(shard.group, -1, shard.sections).joined(parts)
 
 
 def own_rows(rows_T: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -81,7 +83,7 @@ class _AllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_t: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return gathered(rows_t, group)
+        return gathered_rows(rows_t, group)
 
     @staticmethod
     def backward(ctx, grad_T: Tensor) -> tuple:
@@ -94,13 +96,6 @@ def all_rows(rows_t: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _AllRows.apply(rows_t, group)
 
 
-def gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks in rank order, without autograd."""
-    out = rows.new_empty(len(rows) * group.size(), *rows.shape[1:])
-    dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
-    return out
-
-
 def shard_gradients(shard: Shard, grad_tN: Tensor, x_tK: Tensor, weight_nK: Tensor) -> tuple[Tensor, Tensor]:
     """Return (grad_x_tK, fp32 gradient of this rank's rows of W) of y = x W^T on a rank's own rows."""
     return column_gradients(shard, rows_to_columns(grad_tN, shard), x_tK, weight_nK)
@@ -109,12 +104,12 @@ def shard_gradients(shard: Shard, grad_tN: Tensor, x_tK: Tensor, weight_nK: Tens
 def column_gradients(shard: Shard, grad_Tn: Tensor, x_tK: Tensor, weight_nK: Tensor) -> tuple[Tensor, Tensor]:
     """Do as `shard_gradients` from gradients that are split by columns already."""
     grad_x_tK = sum_rows(multiply(grad_Tn, weight_nK, x_tK.dtype), shard.group)
-    return grad_x_tK, wide(grad_Tn.t()) @ wide(gathered(x_tK, shard.group))
+    return grad_x_tK, wide(grad_Tn.t()) @ wide(gathered_rows(x_tK, shard.group))
 
 
 def row_gradients(shard: Shard, grad_tN: Tensor, x_Tk: Tensor, weight_Nk: Tensor) -> tuple[Tensor, Tensor]:
     """Return (grad_x_Tk, gradient of this rank's columns of W) from the gradients of own rows."""
-    grad_TN = gathered(grad_tN, shard.group)
+    grad_TN = gathered_rows(grad_tN, shard.group)
     return linear_gradients(grad_TN, x_Tk, weight_Nk, needs_x=True, needs_weight=True)
 
 

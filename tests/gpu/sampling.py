@@ -5,7 +5,7 @@ import random
 
 import torch
 
-from vllm_forward_bridge.parity.bits import assert_same_bits
+from vllm_forward_bridge.parity.bits import assert_same_bits, integer_view
 from vllm_forward_bridge.rollout.protocol import Completion, Request, SamplingParams
 
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
@@ -34,6 +34,25 @@ def serve(rollout, requests, *, a_step=1, disturb=None) -> dict[str, Completion]
         done |= {completion.request_id: completion for completion in rollout.step()}
         step += 1
     return done
+
+
+def preempting(rollout, steps):
+    """Return a `disturb` that sends every running request back to the queue at these steps."""
+    scheduler = rollout._engine.engine_core.engine_core.scheduler
+
+    def preempt(step):
+        if step in steps:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    return preempt
+
+
+def differing(found, completions) -> tuple[int, int, float]:
+    """Return how many tokens differ, of how many, and the largest difference."""
+    pairs = [(a.float(), logprobs(c)) for a, c in zip(found, completions, strict=True)]
+    different = sum(int((integer_view(a) != integer_view(b)).sum()) for a, b in pairs)
+    largest = max(((a - b).abs().nan_to_num(posinf=0.0).max().item() for a, b in pairs), default=0.0)
+    return different, sum(len(a) for a, _ in pairs), largest
 
 
 def logprobs(completion: Completion) -> torch.Tensor:

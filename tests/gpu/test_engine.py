@@ -5,7 +5,7 @@ import random
 
 import pytest
 import shapes
-from sampling import GREEDY, PLAIN, TOP_K, TRUNCATED, assert_same_completions, logprobs, request, serve
+from sampling import GREEDY, PLAIN, TOP_K, TRUNCATED, assert_same_completions, logprobs, preempting, request, serve
 
 from vllm_forward_bridge.parity.bits import assert_same_bits
 from vllm_forward_bridge.quantization import bytes_digest
@@ -73,13 +73,7 @@ def test_late_and_shuffled_arrival(rollout, requests, together, a_step):
 
 
 def test_after_preemption(rollout, requests, together):
-    scheduler = rollout._engine.engine_core.engine_core.scheduler
-
-    def preempt(step):
-        if step in (4, 9, 25):
-            scheduler.reset_prefix_cache(reset_running_requests=True)
-
-    again = serve(rollout, requests, a_step=len(requests), disturb=preempt)
+    again = serve(rollout, requests, a_step=len(requests), disturb=preempting(rollout, (4, 9, 25)))
     assert any("prefill" in completion.phases[1:] for completion in again.values()), "nothing was preempted"
     assert_same_completions(again, together, "preempted three times and undisturbed")
 

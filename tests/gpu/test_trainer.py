@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from sampling import GREEDY, PLAIN, TOP_K, TRUNCATED, logprobs, request, serve
+from sampling import GREEDY, PLAIN, TOP_K, TRUNCATED, differing, logprobs, request, serve
 from trainer import ADAM, SCORE_ONLY, SIGNED_SGD, built, forward, ordinary_kernels, packs, scores
 
 from megatron.vllm_forward import optimizer_hook, versions, weights
@@ -46,14 +46,6 @@ def long_run(scale, rollout, measure_module):
     tokens = sum(len(completion.token_ids) for completion in completions)
     measure_module(what="rollout", sampled_tokens=tokens, tokens_per_second=round(tokens / seconds, 1))
     return requests, completions
-
-
-def differing(found, completions) -> tuple[int, int, float]:
-    """Return how many tokens differ, of how many, and the largest difference."""
-    pairs = [(a.float(), logprobs(c)) for a, c in zip(found, completions, strict=True)]
-    different = sum(int((integer_view(a) != integer_view(b)).sum()) for a, b in pairs)
-    largest = max(((a - b).abs().nan_to_num(posinf=0.0).max().item() for a, b in pairs), default=0.0)
-    return different, sum(len(a) for a, _ in pairs), largest
 
 
 def test_deployment_comes_back_byte_for_byte(trainer, tensors):

@@ -10,12 +10,10 @@ import pickle
 import socket
 import subprocess
 import sys
-import threading
-import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from vllm_forward_bridge.parent import end_with
 from vllm_forward_bridge.rollout.protocol import Completion, Request, Rollout, SamplingParams
 
 _ALIGNMENT = 256
 """Bytes; a tensor's place in the block suits every dtype and kernel."""
-_WATCH_SECONDS = 1.0
 _PATIENCE = 20.0
 """Seconds that a process whose socket was closed may take to end."""
 _GONE = (EOFError, OSError)
@@ -94,7 +92,7 @@ class ProcessRollout:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int, digest: str) -> None:
         """Replace all weights, or none; see `protocol.Rollout.update_weights`."""
-        with _Block(named_tensors, by_handle=self._by_handle) as packed:
+        with _packed(named_tensors, by_handle=self._by_handle) as packed:
             self._call("update_weights", packed, version=version, digest=digest)
 
     def record(self) -> dict[str, str]:
@@ -140,7 +138,7 @@ def serve(descriptor: int, trainer: int) -> None:
         trainer: process at the other end; if it is killed, so is this one, in the middle of a step too.
     """
     # The socket alone would not tell: a process that the trainer forked may hold it open.
-    threading.Thread(target=_end_without, args=(trainer,), daemon=True).start()
+    end_with(trainer)
     connection = Connection(descriptor)
     engine = None
     while True:
@@ -194,12 +192,6 @@ def _opened(answer: bytes) -> tuple[BaseException | None, Any]:
         return fault.plain, None
 
 
-def _end_without(trainer: int) -> None:
-    while os.getppid() == trainer:
-        time.sleep(_WATCH_SECONDS)
-    os._exit(1)
-
-
 def _end(process: subprocess.Popen, ours: socket.socket, connection: Connection) -> None:
     # Closing alone would not end it: a process that the trainer forked may hold the socket open.
     with suppress(OSError):
@@ -231,46 +223,34 @@ class _Packed:
         }
 
 
-class _Block:
-    """The sender's end: holds the block while the receiver reads it."""
+@contextmanager
+def _packed(named_tensors: Iterable[tuple[str, Tensor]], *, by_handle: bool) -> Iterator[_Packed]:
+    """Hold tensors in one block of bytes while the receiver reads it."""
+    tensors = list(named_tensors)
+    places, size = [], 0
+    for name, tensor in tensors:
+        length = tensor.numel() * tensor.element_size()
+        places.append((name, tensor.dtype, tuple(tensor.shape), size, length))
+        size += -(-length // _ALIGNMENT) * _ALIGNMENT
+    size = max(size, 1)
+    if by_handle and tensors and all(tensor.is_cuda for _, tensor in tensors):
+        block = torch.empty(size, dtype=torch.uint8, device=tensors[0][1].device)
+        _fill(block, tensors, places)
+        torch.cuda.synchronize(block.device)
+        yield _Packed(*reduce_tensor(block), tuple(places))
+        return
+    file = os.memfd_create("weights")
+    try:
+        os.truncate(file, size)
+        _fill(_mapped(f"/proc/self/fd/{file}", size), tensors, places)
+        yield _Packed(_mapped, (f"/proc/{os.getpid()}/fd/{file}", size), tuple(places))
+    finally:
+        os.close(file)
 
-    def __init__(self, named_tensors: Iterable[tuple[str, Tensor]], *, by_handle: bool) -> None:
-        self._tensors = list(named_tensors)
-        self._on_gpu = by_handle and bool(self._tensors) and all(tensor.is_cuda for _, tensor in self._tensors)
 
-    def __enter__(self) -> _Packed:
-        places, end = [], 0
-        for name, tensor in self._tensors:
-            size = tensor.numel() * tensor.element_size()
-            places.append((name, tensor.dtype, tuple(tensor.shape), end, size))
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self._file = -1 if self._on_gpu else os.memfd_create("weights")
-        try:
-            self._fill(places, max(end, 1))
-        except BaseException:
-            self.__exit__()
-            raise
-        if self._on_gpu:
-            torch.cuda.synchronize(self._block.device)
-            return _Packed(*reduce_tensor(self._block), tuple(places))
-        return _Packed(_mapped, (f"/proc/{os.getpid()}/fd/{self._file}", len(self._block)), tuple(places))
-
-    def _fill(self, places: Sequence[tuple], size: int) -> None:
-        self._block = self._allocate(size)
-        for (_, tensor), (*_, start, length) in zip(self._tensors, places, strict=True):
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._block[start : start + length].copy_(flat)
-
-    def _allocate(self, size: int) -> Tensor:
-        if self._on_gpu:
-            return torch.empty(size, dtype=torch.uint8, device=self._tensors[0][1].device)
-        os.truncate(self._file, size)
-        return _mapped(f"/proc/self/fd/{self._file}", size)
-
-    def __exit__(self, *_: object) -> None:
-        self._block, self._tensors = None, []
-        if self._file >= 0:
-            os.close(self._file)
+def _fill(block: Tensor, tensors: Sequence[tuple[str, Tensor]], places: Sequence[tuple]) -> None:
+    for (_, tensor), (*_, start, length) in zip(tensors, places, strict=True):
+        block[start : start + length].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
 
 
 def _mapped(path: str, size: int) -> Tensor:

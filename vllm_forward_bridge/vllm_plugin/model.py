@@ -214,4 +214,3 @@ def _tensors_of(part: Any) -> Iterator[Tensor]:
     elif is_dataclass(part):
         for field in fields(part):
             yield from _tensors_of(getattr(part, field.name))
-

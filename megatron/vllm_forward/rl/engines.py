@@ -13,14 +13,7 @@ from vllm_forward_bridge.rollout.protocol import Rollout
 
 
 def open_rollout(
-    model: list[torch.nn.Module],
-    bridge: BridgeConfig,
-    model_config: ModelConfig,
-    device: torch.device,
-    *,
-    max_model_len: int,
-    kv_cache_gib: float,
-    **vllm_arguments: Any,
+    model: list[torch.nn.Module], bridge: BridgeConfig, model_config: ModelConfig, device: torch.device, **limits: Any
 ) -> Rollout:
     """Return an engine with the deployment bytes of `model`; collective over the ranks.
 
@@ -29,13 +22,9 @@ def open_rollout(
         bridge: `rollout` chooses the engine and its process.
         model_config: geometry.
         device: where the model is.
-        max_model_len: longest sequence; the embedded engine is bounded by its pages alone.
-        kv_cache_gib: memory of vLLM's caches.
-        vllm_arguments: more of vLLM's engine arguments.
+        limits: the further arguments of `open_engine`.
     """
-    engine = open_engine(
-        bridge, model_config, device, max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, **vllm_arguments
-    )
+    engine = open_engine(bridge, model_config, device, **limits)
     version, digest = versions.deployment_version(model), weights.deployment_digest(model)
     engine.update_weights(weights.deployment_tensors(model), version=version, digest=digest)
     return engine
