@@ -9,7 +9,6 @@ is measured is the path of the tokens, not a skill.
 
 import argparse
 import dataclasses
-import faulthandler
 import json
 import os
 import platform
@@ -89,7 +88,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--row-tokens", type=int, default=32768, help="tokens of a packed row of the trainer")
     parser.add_argument("--kv-cache-gib", type=float, default=12.0)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--tell-seconds", type=float, default=120.0, help="print all stacks every so often")
     args = parser.parse_args(arguments)
     # Stopped by a clock, it still reports the steps that ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -100,13 +98,10 @@ def main(arguments: list[str] | None = None) -> int:
     write_files(folder, args)
     sys.argv = ["train_agent.py", *flags(folder, args)]
     begin = time.monotonic()
-    # A step that never ends would say nothing: tell from time to time where every thread stands.
-    faulthandler.dump_traceback_later(args.tell_seconds, repeat=True)
     try:
         with session():
             train_agent.main(host=host, adjust=lambda collector: adjust(collector, args))
     finally:
-        faulthandler.cancel_dump_traceback_later()
         report = summary(folder, args, host, time.monotonic() - begin)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         print(json.dumps(report, indent=1))

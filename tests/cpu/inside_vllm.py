@@ -4,6 +4,7 @@
 import importlib
 import inspect
 import random
+import threading
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_forward_bridge import ops
 from vllm_forward_bridge.checkpoint import make_tiny_checkpoint, open_repository
 from vllm_forward_bridge.config import BridgeConfig, ModelSection
-from vllm_forward_bridge.ops import conv_cuda, ssd_cuda
+from vllm_forward_bridge.ops import conv_cuda, humming_gemm, ssd_cuda
 from vllm_forward_bridge.parity.bits import assert_same_bits
 from vllm_forward_bridge.quantization import bytes_digest
 from vllm_forward_bridge.rollout import vllm as rollout_vllm
@@ -33,6 +34,7 @@ from vllm_forward_bridge.vllm_plugin import mamba, register, sampler
 from vllm_forward_bridge.vllm_plugin.model import BridgedNemotronH, _tensors_of
 from vllm_forward_bridge.vllm_plugin.switch import ARGUMENTS, KEY, complete, package_digest
 from vllm_forward_bridge.vllm_plugin.worker import BridgeWorker
+from vllm_forward_bridge.vllm_symbols import humming
 
 SEQUENCE_LENGTHS = (1, 15, 16, 17, 33)
 CHUNK = 16
@@ -329,3 +331,63 @@ def test_update_block_table_moves_the_pages_alone(on_the_cpu):
     assert moved.page_S.tolist() == [7, 9]
     assert moved.plan is metadata.plan
     assert moved.chunks is metadata.chunks
+
+
+def test_a_failed_step_is_the_last(monkeypatch):
+    """vLLM counts the rows of a step that raised as computed and would then schedule nothing, for ever."""
+    rollout, _ = rollout_with(monkeypatch, lambda method: [{"package": package_digest()}])
+    steps = []
+
+    def step():
+        steps.append(1)
+        if len(steps) == 1:
+            raise FloatingPointError("bad kernel")
+        return []
+
+    scheduler = SimpleNamespace(running=[])
+    rollout._engine.add_request = lambda request_id, prompt, params: request_id
+    rollout._engine.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    rollout._engine.step = step
+    with pytest.raises(FloatingPointError, match="bad kernel"):
+        rollout.generate([Request(request_id="a", prompt_ids=(1,))])
+    with pytest.raises(RuntimeError, match=r"a step .* failed \(FloatingPointError: bad kernel\).*new engine"):
+        while rollout.has_unfinished():
+            rollout.step()
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize("other_thread", [False, True])
+def test_humming_loads_its_kernels_in_any_thread(monkeypatch, other_thread):
+    """Given a plain tuning, Humming loads a kernel in the main thread only; an engine may be stepped by another."""
+    kernel, loaded = humming("kernel.humming:HummingKernel"), []
+
+    def load(self):
+        loaded.append(threading.current_thread())
+        self.kernel_id = 7
+
+    def prepare(self):
+        if threading.current_thread() is threading.main_thread():
+            self.load_cubin()
+
+    for name, value in {
+        "_instances": {}, "_str2kernel_cache": {}, "load_cubin": load, "prepare": prepare,
+        "init_sm_version": lambda self: setattr(self, "sm_version", 90),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(kernel, name, value)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    found = []
+
+    def ask():
+        layer, compute = humming_gemm._layer(128, 128, 64, 0), humming_gemm._compute("dense")
+        found.append(kernel.prepare_kernels(layer, compute, humming_gemm._tuning(16)).tolist())
+
+    if other_thread:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        assert loaded == [thread]
+    else:
+        ask()
+    assert found == [[0, 1 << 30, 7, 0]]

@@ -10,6 +10,7 @@ Weights are repacked once per version into the layout the kernel reads; the pack
 
 import functools
 import json
+import threading
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ TILE_K = 64
 TILE_N = 128
 _SMALL_TILE_M, _LARGE_TILE_M = 16, 64
 _ROWS_PER_EXPERT_FOR_LARGE_TILE = 12
+_MOST_ROWS = 1 << 30
 BLOCK = 16
 """Values that share a block scale; packed codes have one row for as many in features."""
 
@@ -43,7 +45,13 @@ def pack_nvfp4(codes: Tensor, block_scale: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: K is not a multiple of the K tile.
+        RuntimeError: called from another thread than the main one.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            f"weights were packed in thread {threading.current_thread().name!r}; only the main thread is accepted, "
+            "since Humming's repacking kernels refuse any other: update weights from there"
+        )
     K = codes.shape[-1] * 2
     if K % TILE_K:
         raise ValueError(
@@ -179,10 +187,13 @@ def _compute(gemm_type: str) -> str:
 @functools.cache
 def _tuning(tile_m: int) -> str:
     # bits: only the K tile and the absence of split-K and stream-K decide the order of the sum.
-    return json.dumps({
+    tiles = {
         "block_shape": [tile_m, TILE_N, TILE_K], "warp_shape": [tile_m, 32, TILE_K],
         "use_stream_k": False, "num_stages": 4,
-    })  # fmt: skip
+    }  # fmt: skip
+    # A list of one candidate for every number of rows: given as a plain dict, Humming loads a kernel only if the
+    # thread that meets it first is the main one, and fails in any other.
+    return json.dumps([[0, _MOST_ROWS, tiles]])
 
 
 def tiles() -> str:

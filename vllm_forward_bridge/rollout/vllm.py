@@ -17,6 +17,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_forward_bridge import settings
 from vllm_forward_bridge.config import BridgeConfig
+from vllm_forward_bridge.rollout.broken import Broken
 from vllm_forward_bridge.rollout.protocol import Completion, Phase, Request, SamplingParams
 from vllm_forward_bridge.vllm_plugin.sampler import SEED
 from vllm_forward_bridge.vllm_plugin.switch import KEY, complete, package_digest, switch_value
@@ -78,6 +79,7 @@ class VllmRollout:
             self._engine = LLMEngine.from_engine_args(arguments)
         self._progress: dict[str, _Progress] = {}
         self._aborted: list[Completion] = []
+        self._broken = Broken()
         self._check_record()
 
     @property
@@ -117,7 +119,7 @@ class VllmRollout:
         if not self._progress:
             return finished
         decoding = self._decoding()
-        for output in self._engine.step():
+        for output in self._outputs():
             progress = self._progress.get(output.request_id)
             if progress is None:
                 continue
@@ -183,10 +185,14 @@ class VllmRollout:
                 self._engine.add_request(str(number), {"prompt_token_ids": list(sequence)}, params)
         scores: dict[int, Tensor] = {}
         while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
+            for output in self._outputs():
                 pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
                 scores[int(output.request_id)] = torch.tensor([entry[token].logprob for token, entry in pairs])
         return [scores[number] for number in range(len(sequences))]
+
+    def _outputs(self) -> list[Any]:
+        with self._broken.step():
+            return self._engine.step()
 
     @contextmanager
     def _all_or_none(self, request_ids: list[str]) -> Iterator[None]:

@@ -35,17 +35,13 @@ class SharedEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failure: BaseException | None = None
         try:
             self._server.cancel()
             (ended,) = await asyncio.gather(self._server, return_exceptions=True)
             failure = None if isinstance(ended, asyncio.CancelledError) else ended
-            # A step in flight ends before the engine is left alone.
-            self._thread.submit(self._abandon).result()
-        except Exception:
-            # An engine that failed cannot be left idle either; what it says then would hide why it failed.
             if failure is None:
-                raise
+                # A step in flight ends before the engine is left alone. One that failed is not stepped again.
+                self._thread.submit(self._abandon).result()
         finally:
             self._thread.shutdown()
         if failure is not None and error is None:

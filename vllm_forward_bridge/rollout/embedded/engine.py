@@ -11,6 +11,7 @@ from vllm_forward_bridge.config import BridgeConfig
 from vllm_forward_bridge.model_config import ModelConfig
 from vllm_forward_bridge.parity.recorder import OpRecorder
 from vllm_forward_bridge.quantization import bytes_digest
+from vllm_forward_bridge.rollout.broken import Broken
 from vllm_forward_bridge.rollout.embedded.kernel_record import kernel_record
 from vllm_forward_bridge.rollout.embedded.model import EmbeddedModel
 from vllm_forward_bridge.rollout.embedded.sampler import LogitsRow, sample_rows
@@ -74,6 +75,7 @@ class EmbeddedRollout:
         self._version = version
         self._progress: dict[str, _Progress] = {}
         self._aborted: list[_Progress] = []
+        self._broken = Broken()
         self._recorder: tuple[OpRecorder, Mapping[str, int]] | None = None
         self._install(tensors)
 
@@ -114,17 +116,24 @@ class EmbeddedRollout:
     def step(self) -> list[Completion]:
         """Run one forward over a mixed batch and return what finished."""
         finished, self._aborted = self._aborted, []
-        chunks = self.scheduler.schedule()
-        if chunks:
-            sampled = [chunk for chunk in chunks if chunk.samples]
-            tokens, logprob_R = self._forward(chunks, [(chunk, chunk.end) for chunk in sampled])
-            for chunk, token, logprob in zip(sampled, tokens, logprob_R.tolist(), strict=True):
-                progress = self._progress[chunk.sequence.request_id]
-                self._append(progress, token, logprob, "decode" if chunk.is_decode else "prefill")
-                if progress.finish_reason:
-                    self.scheduler.remove(progress.sequence)
-                    finished.append(self._progress.pop(progress.request.request_id))
+        with self._broken.step():
+            finished += self._advance()
         return [progress.completion(self._version) for progress in finished]
+
+    def _advance(self) -> list[_Progress]:
+        finished: list[_Progress] = []
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return finished
+        sampled = [chunk for chunk in chunks if chunk.samples]
+        tokens, logprob_R = self._forward(chunks, [(chunk, chunk.end) for chunk in sampled])
+        for chunk, token, logprob in zip(sampled, tokens, logprob_R.tolist(), strict=True):
+            progress = self._progress[chunk.sequence.request_id]
+            self._append(progress, token, logprob, "decode" if chunk.is_decode else "prefill")
+            if progress.finish_reason:
+                self.scheduler.remove(progress.sequence)
+                finished.append(self._progress.pop(progress.request.request_id))
+        return finished
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Run requests to their end; completions come in the order of `requests`."""
@@ -157,9 +166,10 @@ class EmbeddedRollout:
             if sequence.num_wanted > 0:
                 self.scheduler.add(sequence)
         while not self.scheduler.is_idle:
-            chunks = self.scheduler.schedule()
-            rows = [(chunk, position + 1) for chunk in chunks for position in range(chunk.start, chunk.end)]
-            _, logprob_R = self._forward(chunks, rows)
+            with self._broken.step():
+                chunks = self.scheduler.schedule()
+                rows = [(chunk, position + 1) for chunk in chunks for position in range(chunk.start, chunk.end)]
+                _, logprob_R = self._forward(chunks, rows)
             for chunk, logprobs in zip(chunks, logprob_R.cpu().split([chunk.count for chunk in chunks]), strict=True):
                 scores[chunk.sequence][chunk.start : chunk.end] = logprobs
                 if not chunk.sequence.num_wanted:
