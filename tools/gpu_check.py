@@ -37,6 +37,7 @@ STAGES = {
     "own_process": (["tests/gpu/test_trainer.py", "--model", "tiny", "--own-process"], 300),
     "own_process_wide": (["tests/gpu/test_trainer.py", "--model", "wide", "--own-process"], 540),
     "own_gpu": (["tests/gpu/test_trainer.py", "--model", "tiny", "--own-process", "--rollout-devices", "1"], 300),
+    "layouts": (["tests/gpu/test_layouts.py"], 280),
     "grpo": (["tests/gpu/test_grpo.py"], 540),
     "stock": (["tests/gpu/test_stock.py"], 400),
     "engine_full": ([*_ENGINE, "--model", "full", "-k", "every_op or decode_is_prefill or same_logprobs"], 580),

@@ -334,7 +334,7 @@ def test_update_block_table_moves_the_pages_alone(on_the_cpu):
 
 
 def test_a_failed_step_is_the_last(monkeypatch):
-    """vLLM counts the rows of a step that raised as computed and would then schedule nothing, for ever."""
+    """Rows of a step that raised count as computed in vLLM, which would then schedule nothing, for ever."""
     rollout, _ = rollout_with(monkeypatch, lambda method: [{"package": package_digest()}])
     steps = []
 
@@ -351,8 +351,8 @@ def test_a_failed_step_is_the_last(monkeypatch):
     with pytest.raises(FloatingPointError, match="bad kernel"):
         rollout.generate([Request(request_id="a", prompt_ids=(1,))])
     with pytest.raises(RuntimeError, match=r"a step .* failed \(FloatingPointError: bad kernel\).*new engine"):
-        while rollout.has_unfinished():
-            rollout.step()
+        rollout.step()
+    assert rollout.has_unfinished()
     assert len(steps) == 1
 
 

@@ -149,3 +149,18 @@ def test_stop_token_ends_a_request_and_belongs_to_it(reference):
     assert completion.token_ids == whole.token_ids[: at + 1]
     assert completion.logprobs == whole.logprobs[: at + 1]
     assert whole.finish_reason == "length"
+
+
+@pytest.mark.parametrize("call", ["step", "score"])
+def test_a_failed_step_is_the_last(monkeypatch, call):
+    rollout = engine(num_kv_pages=16)
+
+    def fail(*_):
+        raise FloatingPointError("bad kernel")
+
+    monkeypatch.setattr(rollout, "_forward", fail)
+    with pytest.raises(FloatingPointError, match="bad kernel"):
+        rollout.generate([request("one", 3, PLAIN)]) if call == "step" else rollout.score([(1, 2, 3)], PLAIN)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"a step .* failed \(FloatingPointError: bad kernel\).*new engine"):
+        rollout.step()

@@ -266,9 +266,23 @@ class Dying(ScriptedEngine):
         raise FloatingPointError("bad kernel")
 
 
-def test_engine_that_fails_fails_every_waiting_episode():
+class Stuck(ScriptedEngine):
+    """Fails in its first step; its later ones do nothing, while it stays unfinished."""
+
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        if self.steps == 1:
+            raise FloatingPointError("bad kernel")
+        assert self.steps < 9, "an engine that failed was stepped again and again"
+        return []
+
+
+@pytest.mark.parametrize("failing", [Dying, Stuck])
+def test_engine_that_fails_fails_every_waiting_episode(failing):
     async def run(answers):
-        async with SharedEngine(Dying(TOKENIZER, lambda _: "x")) as engine:
+        async with SharedEngine(failing(TOKENIZER, lambda _: "x")) as engine:
             requests = [Request(request_id=str(n), prompt_ids=(1,)) for n in range(3)]
             answers += await asyncio.gather(*map(engine.sample, requests), return_exceptions=True)
 

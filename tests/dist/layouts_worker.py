@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two gloo processes: trains the tiny model in each layout and leaves what it saw for the tests to compare."""
+"""One of two processes: trains the tiny model in each layout and leaves what it saw for the tests to compare.
 
+Arguments: repository, folder of the results, backend (gloo on CPUs, nccl on two GPUs).
+"""
+
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,8 +14,11 @@ import torch.distributed as dist
 
 from megatron.vllm_forward import launch
 
-REPOSITORY, OUT = Path(sys.argv[1]), Path(sys.argv[2])
-LENGTHS = (40, 16, 24)
+REPOSITORY, OUT, BACKEND = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if BACKEND == "nccl" else torch.device("cpu")
+# The longest crosses a chunk boundary of its repository: 16 rows on a CPU, 128 on a GPU.
+LENGTHS = tuple(length * (8 if BACKEND == "nccl" else 1) for length in (40, 16, 24))
+SEQUENCE = str(sum(LENGTHS))
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1".split()
 EXPERT_PARALLEL = ["--expert-model-parallel-size", "2"]
 RELOAD = ["--load", str(OUT / "saved"), "--no-load-optim", "--no-load-rng"]
@@ -27,9 +34,10 @@ LAYOUTS = {
     "cp": ["--context-parallel-size", "2"],
 }
 FLAGS = [
-    "--distributed-backend", "gloo", "--seq-length", "80", "--max-position-embeddings", "80", "--micro-batch-size", "1",
-    "--global-batch-size", "2", "--train-iters", "4", "--lr", "1e-3", "--lr-decay-style", "constant",
-    "--weight-decay", "0.0", "--use-distributed-optimizer", "--clip-grad", "1.0", "--calculate-per-token-loss",
+    "--distributed-backend", BACKEND, "--seq-length", SEQUENCE, "--max-position-embeddings", SEQUENCE,
+    "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "4", "--lr", "1e-3",
+    "--lr-decay-style", "constant", "--weight-decay", "0.0", "--use-distributed-optimizer", "--clip-grad", "1.0",
+    "--calculate-per-token-loss",
 ]  # fmt: skip
 
 
@@ -38,7 +46,7 @@ def batch(rank):
     generator = torch.Generator().manual_seed(7 + rank)
     tokens = torch.randint(0, 1280, (1, sum(LENGTHS)), generator=generator)
     ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return tokens, tokens.roll(-1, 1), ends
+    return tuple(part.to(DEVICE) for part in (tokens, tokens.roll(-1, 1), ends))
 
 
 def forward_step(records, data_iterator, model):
@@ -51,8 +59,8 @@ def forward_step(records, data_iterator, model):
 
 
 def total_loss(records, kept, loss_BS):
-    records.append((kept, loss_BS.detach().clone()))
-    return loss_BS.sum(), torch.tensor(loss_BS.numel(), dtype=torch.int), {}
+    records.append((kept.cpu(), loss_BS.detach().cpu()))
+    return loss_BS.sum(), torch.tensor(loss_BS.numel(), dtype=torch.int, device=DEVICE), {}
 
 
 def context_rows(ends, rank, size):
@@ -61,7 +69,7 @@ def context_rows(ends, rank, size):
     for start, end in zip(ends.tolist(), ends.tolist()[1:], strict=False):
         chunk = (end - start) // (2 * size)
         rows += [start + place * chunk + i for place in (rank, 2 * size - 1 - rank) for i in range(chunk)]
-    return torch.tensor(rows)
+    return torch.tensor(rows, device=ends.device)
 
 
 def run(trainer, data_rank):
@@ -83,7 +91,7 @@ def run(trainer, data_rank):
     trainer.optimizer.zero_grad()
     records = []
     get_forward_backward_func()(
-        forward_step_func=partial(forward_step, records), num_microbatches=1, seq_length=80, micro_batch_size=1,
+        forward_step_func=partial(forward_step, records), num_microbatches=1, seq_length=sum(LENGTHS), micro_batch_size=1,
         data_iterator=iter([(tokens[:, rows], labels[:, rows], ends, rows)]), model=trainer.model, forward_only=False,
         force_all_reduce=True,
     )  # fmt: skip
@@ -100,7 +108,8 @@ def gradients(model):
             local = int(name.split(".")[2])
             number = unwrapped(model[0]).decoder.layers[local].layer_number - 1
             name = name.replace(f".layers.{local}.", f".layers.{number}.", 1)
-        found[name] = parameter.main_grad.clone()
+        # A copy: the next run adds to the same buffer.
+        found[name] = parameter.main_grad.to("cpu", copy=True)
     return found
 
 
