@@ -54,16 +54,20 @@ def test_killed_conversion_goes_on_without_reading_finished_units(
     target = tmp_path / "target"
     finished = killed(direction, folder / source, target, 3)
     assert len(finished) >= 3
-    read = []
-    fetch, read_block = Repository.fetch_bytes, TorchDistReader.read
-    monkeypatch.setattr(Repository, "fetch_bytes", lambda s, name, *a: read.append(name) or fetch(s, name, *a))
-    monkeypatch.setattr(TorchDistReader, "read", lambda s, key, *a: read.append(key) or read_block(s, key, *a))
+    calls = [(Repository, "fetch_bytes"), (TorchDistReader, "read"), (TorchDistReader, "place")]
+    calls = [(owner, method, getattr(owner, method)) for owner, method in calls]
+
+    def note_in(seen):
+        for owner, method, call in calls:
+            noting = lambda s, name, *a, call=call: seen.append(name) or call(s, name, *a)  # noqa: E731
+            monkeypatch.setattr(owner, method, noting)
+
+    read, whole = [], []
+    note_in(read)
     done = CONVERT[direction](folder / source, target)
     assert done.reused_bytes > 0
     assert not partial_folder(target).exists()
-    whole = []
-    monkeypatch.setattr(Repository, "fetch_bytes", lambda s, name, *a: whole.append(name) or fetch(s, name, *a))
-    monkeypatch.setattr(TorchDistReader, "read", lambda s, key, *a: whole.append(key) or read_block(s, key, *a))
+    note_in(whole)
     assert CONVERT[direction](folder / source, tmp_path / "fresh").reused_bytes == 0
     assert len(read) < len(whole) - 20
     got, want = files(target), files(tmp_path / "fresh")

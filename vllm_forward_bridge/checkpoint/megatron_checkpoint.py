@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_forward_bridge.checkpoint.megatron_keys import CARRIED, Chunk, chunk_units, placements
-from vllm_forward_bridge.checkpoint.safetensors_file import DTYPES, TensorSpec, byte_view, is_shape
+from vllm_forward_bridge.checkpoint.safetensors_file import DTYPES, FileRange, TensorSpec, byte_view, is_shape
 from vllm_forward_bridge.checkpoint.tensor_table import table_problems
 from vllm_forward_bridge.checkpoint.to_megatron import RELEASE, SOURCE_FOLDER, TENSORS_FILE, TRACKER_FILE
 from vllm_forward_bridge.checkpoint.torch_dist_reader import TorchDistReader
@@ -55,6 +55,12 @@ class MegatronCheckpoint:
         """Yield a tensor's bytes block by block, in order; each block has the dtype that the checkpoint stores."""
         for _, chunk in self._places.get(name, []):
             yield self._reader_of(chunk.key).read(chunk.key, chunk.offset, chunk.shape)
+
+    def pieces(self, name: str) -> Iterator[Tensor | FileRange]:
+        """Yield a tensor's bytes as `blocks` does, a block that lies in one piece as its place in a file."""
+        for _, chunk in self._places.get(name, []):
+            reader, block = self._reader_of(chunk.key), (chunk.key, chunk.offset, chunk.shape)
+            yield reader.place(*block) or reader.read(*block)
 
     def fetch(self, name: str) -> Tensor:
         """Return a tensor with its Hugging Face dtype and shape."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The safetensors container, tensor by tensor: every fault of a file is named before its bytes are used."""
 
+import itertools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100 << 20
+_COPIED_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,17 @@ class TensorSpec:
     def text(self) -> str:
         """Dtype and shape as people write them."""
         return f"{DTYPE_NAMES[self.dtype]} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes of a file that are a block of a tensor as they lie there."""
+
+    path: Path
+    start: int
+    nbytes: int
+    what: str
+    """Names the block in an error."""
 
 
 @dataclass(frozen=True)
@@ -138,33 +151,64 @@ def disk_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
 
 
-def write_file(path: Path, text: str, specs: Iterable[TensorSpec], blocks: Callable[[str], Iterable[Tensor]]) -> None:
+def write_file(
+    path: Path, text: str, specs: Iterable[TensorSpec], blocks: Callable[[str], Iterable[Tensor | FileRange]],
+    advance: Callable[[int], object] = lambda num_bytes: None,
+) -> None:  # fmt: skip
     """Write one file: header `text`, then each tensor of `specs` in order, in blocks fetched when their turn comes.
+
+    Blocks that lie in other files are copied last, in the order in which they lie there, so that those files are read
+    from front to back.
 
     Args:
         path: file to write; it is on disk when the function returns.
         text: of the header.
         specs: the tensors in order.
-        blocks: returns the blocks of a tensor in order; their bytes are written one after the other.
+        blocks: returns the blocks of a tensor in order; their bytes lie one after the other.
+        advance: called with the number of bytes after each part that was written.
 
     Raises:
         ValueError: the blocks of a tensor have another dtype or size than the spec says.
     """
     raw = text.encode()
+    ranges: list[tuple[FileRange, int]] = []
     with path.open("wb") as file:
         file.write(len(raw).to_bytes(_LENGTH_BYTES, "little"))
         file.write(raw)
         for spec in specs:
-            written = 0
+            start = file.tell()
             for block in blocks(spec.name):
-                file.write(byte_view(block).numpy().data)
-                written += block.nbytes
+                if isinstance(block, FileRange):
+                    ranges.append((block, file.tell()))
+                    file.seek(block.nbytes, os.SEEK_CUR)
+                else:
+                    file.write(byte_view(block).numpy().data)
+                    advance(block.nbytes)
+            written = file.tell() - start
             if written != spec.num_bytes:
                 raise ValueError(
                     f"{path}: {spec.name} came with {written} bytes; {spec.text} was announced, pass that tensor"
                 )
         file.flush()
+        _copy_ranges(ranges, file.fileno(), advance)
         os.fsync(file.fileno())
+
+
+def _copy_ranges(ranges: list[tuple[FileRange, int]], target: int, advance: Callable[[int], object]) -> None:
+    """Copy each range to its place in an open file; the kernel moves the bytes, no memory of ours holds them."""
+    ranges.sort(key=lambda item: (str(item[0].path), item[0].start))
+    for path, group in itertools.groupby(ranges, key=lambda item: item[0].path):
+        with path.open("rb", buffering=0) as source:
+            for block, place in group:
+                os.lseek(target, place, os.SEEK_SET)
+                done = 0
+                while done < block.nbytes:
+                    count = min(block.nbytes - done, _COPIED_AT_ONCE)
+                    step = os.sendfile(target, source.fileno(), block.start + done, count)
+                    if not step:
+                        raise _cut_off(path, block.what, block.start + done)
+                    done += step
+                    advance(step)
 
 
 def read_bytes(path: Path, start: int, count: int, what: str) -> Tensor:
@@ -180,9 +224,13 @@ def read_bytes(path: Path, start: int, count: int, what: str) -> Tensor:
         while done < count:
             step = file.readinto(view[done:])
             if not step:
-                raise ValueError(f"{path}: ended inside {what} at byte {start + done}; it is cut off: copy it again")
+                raise _cut_off(path, what, start + done)
             done += step
     return out
+
+
+def _cut_off(path: Path, what: str, place: int) -> ValueError:
+    return ValueError(f"{path}: ended inside {what} at byte {place}; it is cut off: copy it again")
 
 
 def byte_view(tensor: Tensor) -> Tensor:

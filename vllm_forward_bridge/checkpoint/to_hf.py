@@ -2,11 +2,8 @@
 """Convert a Megatron checkpoint into a Hugging Face / ModelOpt repository: its bytes, never a second derivation."""
 
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-
-from torch import Tensor
 
 from vllm_forward_bridge.checkpoint.megatron_checkpoint import MegatronCheckpoint
 from vllm_forward_bridge.checkpoint.safetensors_file import TensorSpec, write_file
@@ -72,11 +69,6 @@ def convert_to_hf(
 
 
 def _write(checkpoint: MegatronCheckpoint, folder: Path, shard: str, specs: list[TensorSpec], ticker: Ticker) -> None:
-    def blocks(name: str) -> Iterator[Tensor]:
-        for block in checkpoint.blocks(name):
-            yield block
-            ticker.advance(block.nbytes)
-
     unfinished = folder / f"{shard}.partial"
-    write_file(unfinished, checkpoint.headers[shard], specs, blocks)
+    write_file(unfinished, checkpoint.headers[shard], specs, checkpoint.pieces, ticker.advance)
     unfinished.rename(folder / shard)

@@ -3,6 +3,7 @@
 
 import io
 import math
+import os
 import pickle
 import zipfile
 from functools import lru_cache
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from vllm_forward_bridge.checkpoint.safetensors_file import read_bytes
+from vllm_forward_bridge.checkpoint.safetensors_file import FileRange, read_bytes
 from vllm_forward_bridge.checkpoint.torch_dist_writer import METADATA_FILE
 
 _STORAGE_DTYPES = {
@@ -87,10 +88,26 @@ class TorchDistReader:
             )
         return out
 
-    def _read_part(
-        self, index: MetadataIndex, chunk: ChunkStorageMetadata, low: list[int], high: list[int], dtype: torch.dtype
-    ) -> Tensor:
-        """Read rows low[0] to high[0] of one stored block, then narrow the other dims."""
+    def place(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> FileRange | None:
+        """Return where a block lies in one piece, or None if it must be assembled.
+
+        Raises:
+            ValueError: what is stored there is no contiguous block of the dtype and shape that the metadata says.
+        """
+        entry = self._tensors[key]
+        for number, chunk in enumerate(entry.chunks):
+            inside = all(b <= a for a, b in zip(offset, chunk.offsets, strict=True)) and all(
+                a + n <= b + m for a, n, b, m in zip(offset, shape, chunk.offsets, chunk.sizes, strict=True)
+            )
+            if inside and shape[1:] == tuple(chunk.sizes[1:]):
+                path, start = self._elements(MetadataIndex(key, chunk.offsets, number), chunk, entry.properties.dtype)
+                row_bytes = math.prod(shape[1:]) * entry.properties.dtype.itemsize
+                rows = (offset[0] - chunk.offsets[0], shape[0]) if shape else (0, 1)
+                return FileRange(path, start + rows[0] * row_bytes, rows[1] * row_bytes, key)
+        return None
+
+    def _elements(self, index: MetadataIndex, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> tuple[Path, int]:
+        """Return the file of a stored block and where its elements start."""
         info, sizes = self._storage[index], tuple(chunk.sizes)
         path = self.folder / info.relative_path
         start, found = self._locate(path, info.offset, info.length)
@@ -99,6 +116,14 @@ class TorchDistReader:
                 f"{path}: the block of {index.fqn} at byte {info.offset} has dtype, shape and strides {found}; "
                 f"{dtype} {sizes}, contiguous, is needed: save the checkpoint again"
             )
+        return path, start
+
+    def _read_part(
+        self, index: MetadataIndex, chunk: ChunkStorageMetadata, low: list[int], high: list[int], dtype: torch.dtype
+    ) -> Tensor:
+        """Read rows low[0] to high[0] of one stored block, then narrow the other dims."""
+        path, start = self._elements(index, chunk, dtype)
+        sizes = tuple(chunk.sizes)
         if not sizes:
             return read_bytes(path, start, dtype.itemsize, index.fqn).view(dtype).reshape(())
         row_bytes = math.prod(sizes[1:]) * dtype.itemsize
@@ -133,6 +158,8 @@ def _contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _find_elements(path: Path, offset: int, length: int) -> tuple[int, tuple]:
     """Return where the elements of a tensor that torch.save wrote start in the file; its dtype, sizes and strides."""
     with path.open("rb") as file:
+        # A few hundred bytes here and there: reading ahead would fetch megabytes for each.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         view = _FileView(file, offset, length)
         try:
             start, found = _described(view)
