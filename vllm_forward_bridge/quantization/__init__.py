@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact ModelOpt formats: NVFP4, FP8, KV scales; deployment bytes and how they follow their masters."""
 
-from vllm_forward_bridge.quantization.digest import bytes_digest
+from vllm_forward_bridge.quantization.digest import BytesDigest, bytes_digest
 from vllm_forward_bridge.quantization.fp8 import Fp8Bytes, e4m3_scale, fp8_dequantize, fp8_quantize
 from vllm_forward_bridge.quantization.nvfp4 import (
     Nvfp4Bytes,
@@ -18,6 +18,7 @@ from vllm_forward_bridge.quantization.requantize import (
 )
 
 __all__ = [
+    "BytesDigest",
     "Fp8Bytes",
     "Nvfp4Bytes",
     "RequantizeReport",

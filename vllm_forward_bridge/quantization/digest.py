@@ -28,14 +28,33 @@ def bytes_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
     Raises:
         ValueError: a name comes twice.
     """
-    parts: dict[str, bytes] = {}
+    digest = BytesDigest()
     for name, tensor in named_tensors:
-        if name in parts:
+        digest.add(name, tensor)
+    return digest.hex()
+
+
+class BytesDigest:
+    """`bytes_digest` of tensors that come one by one, for a sender that streams them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, bytes] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor in.
+
+        Raises:
+            ValueError: the name came before.
+        """
+        if name in self._parts:
             raise ValueError(f"{name} comes twice in the tensors to digest; each name must come once, drop one of them")
         part = hashlib.sha256(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         part.update(_block_sums(tensor.detach()).cpu().numpy().tobytes())
-        parts[name] = part.digest()
-    return hashlib.sha256(b"".join(parts[name] for name in sorted(parts))).hexdigest()
+        self._parts[name] = part.digest()
+
+    def hex(self) -> str:
+        """Return the digest of what was taken in."""
+        return hashlib.sha256(b"".join(self._parts[name] for name in sorted(self._parts))).hexdigest()
 
 
 def _block_sums(tensor: Tensor) -> Tensor:

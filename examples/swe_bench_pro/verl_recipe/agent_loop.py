@@ -51,8 +51,11 @@ class SweAgentLoop(AgentLoopBase):
         sampling = request.sampling
         given = {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
-            "seed": sampling.seed, "max_tokens": sampling.max_new_tokens, "logprobs": 0,
-            "stop_token_ids": list(sampling.stop_token_ids),
+            "max_tokens": sampling.max_new_tokens, "stop_token_ids": list(sampling.stop_token_ids), "ignore_eos": True,
+            # verl reads this as a switch, and passes the rest on to vLLM.
+            "logprobs": True,
+            # Of the bridged sampler; vLLM's own seed would make a generator with a state.
+            "extra_args": {"vllm_forward_bridge_seed": sampling.seed},
         }  # fmt: skip
         done = await self.server_manager.generate(
             request.request_id, prompt_ids=list(request.prompt_ids), sampling_params=given

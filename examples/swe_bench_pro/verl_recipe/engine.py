@@ -3,7 +3,8 @@
 
 Every worker imports it through VERL_USE_EXTERNAL_MODULES. Taken over from verl: micro-batches, schedules, loss,
 offloading. Replaced: how the model and its optimizer are built, which tensors go to the rollout, and the logprob of
-tokens, which is the rollout's op. The rollout's side is vLLM's plugin, switched on in the job's configuration.
+tokens, which is the rollout's op. The rollout's side is vLLM's plugin and `rollout.py`, both named in the job's
+configuration.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from torch import Tensor
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
+from examples.swe_bench_pro.verl_recipe.announcement import announced
 from megatron.vllm_forward import build, launch, weights
 from vllm_forward_bridge.checkpoint import open_repository
 from vllm_forward_bridge.config import load
@@ -51,8 +53,8 @@ class BridgedMegatronEngine(MegatronEngineWithLMHead):
         return self._trainer.scheduler
 
     def get_per_tensor_param(self, base_sync_done: bool = False, **_: Any) -> tuple[Iterable[tuple[str, Tensor]], None]:
-        """Return the whole model in deployment bytes; there are no adapters."""
-        return weights.deployment_tensors(self._trainer.model), None
+        """Return the whole model in deployment bytes, then their digest; there are no adapters."""
+        return announced(weights.deployment_tensors(self._trainer.model)), None
 
     def _lm_head_logits_processor(
         self,
