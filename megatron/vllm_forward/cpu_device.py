@@ -118,6 +118,7 @@ _CUDA = (
     ("get_device_capability", _answer((0, 0))),
     ("get_device_properties", lambda found: _properties),
     ("get_device_name", _answer("cpu")),
+    ("mem_get_info", _answer((1 << 34, 1 << 34))),
     ("memory_stats", _answer({})),
     ("memory_allocated", _answer(0)),
     ("max_memory_allocated", _answer(0)),

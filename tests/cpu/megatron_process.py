@@ -23,20 +23,26 @@ FLAGS = (
 
 
 @contextmanager
-def one_process():
-    """Enter a session with a free port in Megatron's environment; leave no global state behind."""
+def one_rank():
+    """Put a world of one process with a free port into the environment; leave no process group behind."""
     with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
         probe.bind(("127.0.0.1", 0))
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         for name, value in {**place, "MASTER_PORT": str(probe.getsockname()[1])}.items():
             patch.setenv(name, value)
         probe.close()
-        with launch.session():
-            try:
-                yield
-            finally:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def one_process():
+    """Enter a session in a world of one process; leave no global state behind."""
+    with launch.session(), one_rank():
+        yield
 
 
 @contextmanager

@@ -30,6 +30,6 @@ def take(received: dict[str, Tensor]) -> str:
     if NAME not in received:
         raise ValueError(
             f"{len(received)} tensors arrived without {NAME}, which comes last; the stream was cut off, or its sender "
-            "is not the bridged actor: set actor_rollout_ref.actor.strategy to megatron_bridged"
+            "is not the bridged actor: name examples.swe_bench_pro.verl_recipe.engine in VERL_USE_EXTERNAL_MODULES"
         )
     return bytes(received.pop(NAME).tolist()).hex()
