@@ -56,6 +56,8 @@ class BridgedMegatronEngine(MegatronEngineWithLMHead):
         self._trainer = build.build(config, megatron_flags(self.engine_config, self.optimizer_config))
         weights.load_deployment(self._trainer.model, open_repository(config.model.repository), self._trainer.optimizer)
         self.tf_config = get_model_config(self._trainer.model[0])
+        # verl's micro-batches differ in length, so pipeline stages must tell each other the shapes.
+        self.tf_config.variable_seq_lengths = True
         return self._trainer.model
 
     def _maybe_enable_fused_kernels(self) -> None:
