@@ -106,6 +106,7 @@ _CUDA = (
     ("set_device", _answer(None)),
     ("synchronize", _answer(None)),
     ("empty_cache", _answer(None)),
+    ("ipc_collect", _answer(None)),
     ("Stream", lambda found: _Stream),
     ("Event", lambda found: _Event),
     ("current_stream", _answer(_STREAM)),

@@ -225,6 +225,7 @@ def engine(verl, source, tmp_path_factory):
 
 def transport(engine, tmp_path, worker):
     """Send the engine's weights by verl's sender into our extension's receiver, in small buckets of shared memory."""
+    import zmq
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     from examples.swe_bench_pro.verl_recipe.rollout import BridgedWorkerExtension
@@ -232,11 +233,13 @@ def transport(engine, tmp_path, worker):
     handle = f"ipc://{tmp_path}/weights.sock"
     worker._get_zmq_handle, worker.device = lambda: handle, torch.device("cpu")
     receive = partial(BridgedWorkerExtension.update_weights_from_ipc, worker, use_shm=True)
-    thread = threading.Thread(target=receive)
+    # Either side that fails leaves the other waiting for ever, at its end too; milliseconds, for sockets made after.
+    zmq.Context.instance().rcvtimeo, zmq.Context.instance().linger = 30_000, 1_000
+    thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     named_tensors, adapters = engine.get_per_tensor_param()
     asyncio.run(BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True).async_send_weights(named_tensors))
-    thread.join(60)
+    thread.join(30)
     assert not thread.is_alive()
     assert adapters is None
 
