@@ -7,13 +7,13 @@ verl's own `initialize()`, forward, training step, checkpoint and weight transpo
 
 import asyncio
 import dataclasses
+import importlib
 import importlib.util
 import math
 import os
 import subprocess
 import sys
 import threading
-import tomllib
 from functools import partial
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ def verl():
         pytest.skip("verl is absent: pip install verl==0.9.1 in an environment of its own to run its smoke test")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_BRIDGE_DIGEST", "0123456789abcdef")
-        yield pytest.importorskip("examples.swe_bench_pro.verl_recipe.engine", exc_type=None)
+        yield importlib.import_module("examples.swe_bench_pro.verl_recipe.engine")
 
 
 # Without verl.
@@ -64,9 +64,6 @@ def test_announced_weights_come_back_whole():
     assert list(received) == ["a", "b"]
     other = dict(announcement.announced([("a", TENSORS[0][1] + 1), TENSORS[1]]))
     assert announcement.take(other) != digest
-    assert announcement.take(dict(announcement.announced(reversed(TENSORS)))) == announcement.take(
-        dict(announcement.announced(reversed(TENSORS)))
-    )
 
 
 def test_stream_that_was_cut_off_is_refused():
@@ -217,7 +214,6 @@ def source(tmp_path_factory):
 def engine(verl, source, tmp_path_factory):
     toml = tmp_path_factory.mktemp("bridge") / "bridge.toml"
     toml.write_text(f'[model]\nrepository = "{source.path}"\n')
-    assert tomllib.loads(toml.read_text())
     with verl_process.started(source.path, toml, "actor_rollout_ref.actor.optim.lr=1e-3") as found:
         assert type(found) is verl.BridgedMegatronEngine
         yield found
