@@ -17,6 +17,7 @@ from vllm_forward_bridge.parity.bits import assert_same_bits, same_bits
 pytestmark = pytest.mark.dist
 LAYOUTS = ("dp", "overlap", "tp", "ep", "tp and ep", "pp", "cp")
 NUM_LAYERS = 5
+SECONDS = 900
 # Rows of the tiny mixer that tensor parallelism shares out section by section.
 SECTIONS = {"in_proj.weight": [512, 512, 128, 128, 16], "conv1d": [512, 128, 128]}
 
@@ -44,9 +45,10 @@ def run_two_ranks(folder, backend, chunk_size):
 
 
 def wait_for_all(processes):
-    """Return the exit codes; when one fails, end the others, which would wait for it."""
+    """Return the exit codes; when one fails, end the others, which would wait for it, and after SECONDS end all."""
+    deadline = time.monotonic() + SECONDS
     while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
+        if time.monotonic() > deadline or any(process.poll() for process in processes):
             for process in processes:
                 process.kill()
         time.sleep(0.2)

@@ -19,8 +19,7 @@ from vllm_forward_bridge import settings
 from vllm_forward_bridge.config import BridgeConfig
 from vllm_forward_bridge.rollout.broken import Broken
 from vllm_forward_bridge.rollout.protocol import Completion, Phase, Request, SamplingParams
-from vllm_forward_bridge.vllm_plugin.sampler import SEED
-from vllm_forward_bridge.vllm_plugin.switch import KEY, complete, package_digest, switch_value
+from vllm_forward_bridge.vllm_plugin.switch import KEY, SEED, complete, package_digest, switch_value
 
 _IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 """vLLM reads these when it builds an engine: the engine lives in this process, with the model runner that is proven."""

@@ -23,9 +23,7 @@ from vllm_forward_bridge import ops
 from vllm_forward_bridge.ops import triton_logprob
 from vllm_forward_bridge.ops.survivors import uncut
 from vllm_forward_bridge.rollout.uniform import token_uniform
-
-SEED = "vllm_forward_bridge_seed"
-"""Key of a request's `extra_args`. vLLM's own `seed` makes a generator that it rewinds as if a draw had moved it."""
+from vllm_forward_bridge.vllm_plugin.switch import SEED
 
 _NEUTRAL = {
     "n": (1,),

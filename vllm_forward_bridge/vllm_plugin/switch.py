@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 KEY = "vllm_forward_bridge"
+SEED = "vllm_forward_bridge_seed"
+"""Key of a request's `extra_args`. vLLM's own `seed` makes a generator that it rewinds as if a draw had moved it."""
 _PLUGIN = "vllm_forward_bridge.vllm_plugin"
 ARCHITECTURE = "NemotronHForCausalLM"
 

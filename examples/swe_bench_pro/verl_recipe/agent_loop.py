@@ -17,6 +17,7 @@ from examples.swe_bench_pro.sandbox.choose import open_host
 from examples.swe_bench_pro.train.assemble import make_renderer, run_name
 from megatron.vllm_forward.rl.single_turn import request_seed
 from vllm_forward_bridge.rollout.protocol import Completion, Request, SamplingParams
+from vllm_forward_bridge.vllm_plugin.switch import SEED
 
 NAME = "swe_bench_pro"
 CONFIG_VARIABLE = "SWE_CONFIG_TOML"
@@ -55,7 +56,7 @@ class SweAgentLoop(AgentLoopBase):
             # verl reads this as a switch, and passes the rest on to vLLM.
             "logprobs": True,
             # Of the bridged sampler; vLLM's own seed would make a generator with a state.
-            "extra_args": {"vllm_forward_bridge_seed": sampling.seed},
+            "extra_args": {SEED: sampling.seed},
         }  # fmt: skip
         done = await self.server_manager.generate(
             request.request_id, prompt_ids=list(request.prompt_ids), sampling_params=given
